@@ -1,0 +1,68 @@
+"""The command line. Thin: each command is a module that is imported only when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from qpt import __version__
+from qpt.errors import QptError
+
+# command: (module, what it does)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "tasks": ("qpt.cli.tasks", "list the tasks, what is installed and whose data is at hand"),
+    "data": ("qpt.cli.data", "info, convert, validate, download, augment: work with data sets"),
+    "sims": ("qpt.cli.sims", "install the simulators"),
+    "doctor": ("qpt.cli.doctor", "check that every task makes, resets and steps"),
+    "train": ("qpt.cli.train", "train a policy from logged episodes"),
+    "evaluate": ("qpt.cli.evaluate", "run a policy in a simulator at one or more cost limits"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `qpt`: returns 0 on success, 1 for an error of the user's data or set-up, 2 for wrong usage."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args
+    args = [a for a in args if a != "--debug"]
+    if not args or args[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if args else 2
+    if args[0] == "--version":
+        print(f"qpt {__version__}")
+        return 0
+    if args[0] not in COMMANDS:
+        print(f"error: there is no command {args[0]!r}; `qpt --help` lists them", file=sys.stderr)
+        return 2
+    try:
+        module = importlib.import_module(COMMANDS[args[0]][0])
+        result = module.main(args[1:])
+    except QptError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 0
+    except Exception as error:  # a defect of ours: still one sentence, and how to see more
+        if debug:
+            raise
+        print(f"error: unexpected {type(error).__name__}: {error} (run again with --debug for the traceback)", file=sys.stderr)
+        return 1
+    return int(result or 0)
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    rows = "\n".join(f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items())
+    return (
+        f"qpt {__version__}: safe offline reinforcement learning\n\n"
+        f"usage: qpt COMMAND ... [--debug]\n\n{rows}\n\n"
+        "examples:\n"
+        "  qpt train --task BallCircle --out runs/ball\n"
+        "  qpt evaluate --checkpoint runs/ball --task BallCircle --limits 10 20 40\n\n"
+        "`qpt COMMAND --help` explains each; --debug shows the traceback of an error."
+    )

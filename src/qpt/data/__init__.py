@@ -1,0 +1,1 @@
+"""The data room: files, trajectories, augmentation and samplers."""

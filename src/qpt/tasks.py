@@ -1,0 +1,174 @@
+"""The registry of tasks: the 38 of DSRL, and those a user adds in Python or in a TOML file."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from qpt.errors import QptError
+
+Suite = Literal["bullet", "safety-gymnasium", "metadrive", "custom"]
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """CDT's published relabelling constants of a task; None everywhere means: choose from the data."""
+
+    degree: int | None = None
+    max_reward: float | None = None
+    max_reward_decrease: float | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """Facts of one task. Only `name` is needed to train from a file; a simulator or factory is needed to evaluate."""
+
+    name: str
+    suite: Suite = "custom"
+    env_id: str | None = None  # the simulator's own id
+    env_factory: Callable[[], Any] | None = field(default=None, compare=False)  # for tasks of one's own
+    observation_dim: int | None = None  # as in the data set
+    simulator_observation_dim: int | None = None  # where the simulator differs from the published data (MetaDrive)
+    action_dim: int | None = None
+    horizon: int | None = None  # steps after which an episode is cut off
+    reward_min: float | None = None  # DSRL's constants of the normalised return
+    reward_max: float | None = None
+    cost_max: float | None = None  # the largest episode cost in the published data
+    binary_costs: bool = False
+    trajectories: int | None = None  # in the published file
+    data_file: str | None = None
+    data_urls: tuple[str, ...] = ()
+    cost_limits: tuple[float, ...] = (10.0, 20.0, 40.0)  # DSRL's evaluation thresholds
+    paper_cost_limit: float = 10.0
+    targets: tuple[tuple[float, float], ...] = ()  # CDT's published (return, cost) pairs
+    augmentation: Augmentation = Augmentation()
+    paper_steps: int = 100_000
+
+    @property
+    def env_observation_dim(self) -> int | None:
+        """The length of the observations that the simulator gives."""
+        return self.simulator_observation_dim or self.observation_dim
+
+    @property
+    def has_simulator(self) -> bool:
+        return self.env_id is not None or self.env_factory is not None
+
+    def normalized_return(self, episode_return: float) -> float:
+        """(R - R_min) / (R_max - R_min), as in DSRL; NaN where the task has no range."""
+        if self.reward_min is None or self.reward_max is None or self.reward_max <= self.reward_min:
+            return float("nan")
+        return (episode_return - self.reward_min) / (self.reward_max - self.reward_min)
+
+    def normalized_cost(self, episode_cost: float, cost_limit: float) -> float:
+        """Cost over limit, as in DSRL; one is added to both where the limit is 0."""
+        epsilon = 1.0 if cost_limit == 0 else 0.0
+        return (episode_cost + epsilon) / (cost_limit + epsilon)
+
+
+@functools.cache
+def dsrl_tasks() -> dict[str, Task]:
+    """The 38 tasks of DSRL, in the order of the paper's main table."""
+    rows = json.loads(resources.files("qpt").joinpath("tasks.json").read_text(encoding="utf-8"))
+    tasks = (_task_from(row, "tasks.json") for row in rows)
+    return {task.name: task for task in tasks}
+
+
+_registered: dict[str, Task] = {}
+
+
+def register_task(task: Task) -> Task:
+    """Make a task of one's own known by name, for this process; a name of DSRL's cannot be taken."""
+    if task.name in dsrl_tasks():
+        raise QptError(f"the name {task.name!r} belongs to a DSRL task; give your task another name")
+    _registered[task.name] = task
+    return task
+
+
+def load_tasks(path: str | Path) -> list[Task]:
+    """Read and register tasks of one's own from a TOML file with one [[task]] table each.
+
+    The keys are the fields of Task; `env = "module:function"` names a factory that makes the environment.
+    """
+    path = Path(path)
+    try:
+        rows = tomllib.loads(path.read_text(encoding="utf-8")).get("task", [])
+    except OSError as error:
+        raise QptError(f"the task file {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise QptError(f"the task file {path} is not valid TOML: {error}") from error
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise QptError(f"the task file {path} has no [[task]] table; give at least one, with a name")
+    return [register_task(_task_from(row, str(path))) for row in rows]
+
+
+def all_tasks() -> dict[str, Task]:
+    """Every known task by name: DSRL's, the registered ones, and those of the file that QPT_TASKS names."""
+    file = os.environ.get("QPT_TASKS")
+    if file:
+        _load_once(file)
+    return {**dsrl_tasks(), **_registered}
+
+
+def get_task(name: str) -> Task:
+    """The task of that name; an unknown name gets an error that suggests the nearest one."""
+    tasks = all_tasks()
+    if name in tasks:
+        return tasks[name]
+    near = get_close_matches(name, tasks, n=1, cutoff=0.5) or [t for t in tasks if t.lower() == name.lower()]
+    hint = f"did you mean {near[0]!r}?" if near else "`qpt tasks` lists them all."
+    raise QptError(f"there is no task {name!r}; {hint}")
+
+
+@functools.cache
+def _load_once(path: str) -> None:
+    load_tasks(path)
+
+
+def factory_from(reference: str) -> Callable[[], Any]:
+    """The callable that "module:function" names; imported when called, so that training never needs it."""
+    module, _, name = reference.partition(":")
+    if not module or not name:
+        raise QptError(f"{reference!r} does not name a factory; write it as module:function")
+
+    def make() -> Any:
+        try:
+            target = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise QptError(f"the environment factory {reference!r} cannot be imported: {error}") from error
+        return target()
+
+    return make
+
+
+def _task_from(row: dict[str, Any], where: str) -> Task:
+    row = dict(row)
+    if not isinstance(row.get("name"), str) or not row["name"]:
+        raise QptError(f"a task in {where} has no name")
+    if "env" in row:
+        row["env_factory"] = factory_from(str(row.pop("env")))
+    unknown = set(row) - {f.name for f in fields(Task)}
+    if unknown:
+        raise QptError(f"task {row['name']!r} in {where} has unknown keys: {', '.join(sorted(unknown))}")
+    try:
+        for key in ("data_urls", "cost_limits"):
+            if key in row:
+                row[key] = tuple(row[key])
+        if "targets" in row:
+            row["targets"] = tuple((float(r), float(c)) for r, c in row["targets"])
+        if "augmentation" in row:
+            row["augmentation"] = Augmentation(**row["augmentation"])
+        for key in ("observation_dim", "simulator_observation_dim", "action_dim", "horizon"):
+            if row.get(key) is not None and (not isinstance(row[key], int) or row[key] <= 0):
+                raise QptError(f"task {row['name']!r} in {where}: {key} must be a positive whole number, not {row[key]!r}")
+        return Task(**row)
+    except (TypeError, ValueError) as error:
+        raise QptError(f"task {row['name']!r} in {where} cannot be read: {error}") from error
