@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import math
 import os
 import tomllib
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from qpt.errors import QptError
 
@@ -107,7 +108,8 @@ def load_tasks(path: str | Path) -> list[Task]:
         raise QptError(f"the task file {path} is not valid TOML: {error}") from error
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise QptError(f"the task file {path} has no [[task]] table; give at least one, with a name")
-    return [register_task(_task_from(row, str(path))) for row in rows]
+    tasks = [_task_from(row, str(path)) for row in rows]  # all are read before any is registered
+    return [register_task(task) for task in tasks]
 
 
 def all_tasks() -> dict[str, Task]:
@@ -123,7 +125,7 @@ def get_task(name: str) -> Task:
     tasks = all_tasks()
     if name in tasks:
         return tasks[name]
-    near = get_close_matches(name, tasks, n=1, cutoff=0.5) or [t for t in tasks if t.lower() == name.lower()]
+    near = [t for t in tasks if t.lower() == name.lower()] or get_close_matches(name, tasks, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else "`qpt tasks` lists them all."
     raise QptError(f"there is no task {name!r}; {hint}")
 
@@ -152,13 +154,16 @@ def factory_from(reference: str) -> Callable[[], Any]:
 def _task_from(row: dict[str, Any], where: str) -> Task:
     row = dict(row)
     if not isinstance(row.get("name"), str) or not row["name"]:
-        raise QptError(f"a task in {where} has no name")
-    if "env" in row:
-        row["env_factory"] = factory_from(str(row.pop("env")))
-    unknown = set(row) - {f.name for f in fields(Task)}
+        raise QptError(f"a task in {where} has no name; give it one")
+    unknown = set(row) - {f.name for f in fields(Task)} - {"env"} | set(row) & {"env_factory"}
     if unknown:
-        raise QptError(f"task {row['name']!r} in {where} has unknown keys: {', '.join(sorted(unknown))}")
+        raise QptError(
+            f"task {row['name']!r} in {where} has unknown keys: {', '.join(sorted(unknown))}; see docs/tasks.md"
+        )
     try:
+        _check(row)
+        if "env" in row:
+            row["env_factory"] = factory_from(row.pop("env"))
         for key in ("data_urls", "cost_limits"):
             if key in row:
                 row[key] = tuple(row[key])
@@ -166,9 +171,53 @@ def _task_from(row: dict[str, Any], where: str) -> Task:
             row["targets"] = tuple((float(r), float(c)) for r, c in row["targets"])
         if "augmentation" in row:
             row["augmentation"] = Augmentation(**row["augmentation"])
-        for key in ("observation_dim", "simulator_observation_dim", "action_dim", "horizon"):
-            if row.get(key) is not None and (not isinstance(row[key], int) or row[key] <= 0):
-                raise QptError(f"task {row['name']!r} in {where}: {key} must be a positive whole number, not {row[key]!r}")
         return Task(**row)
     except (TypeError, ValueError) as error:
         raise QptError(f"task {row['name']!r} in {where} cannot be read: {error}") from error
+
+
+def _check(row: dict[str, Any]) -> None:
+    """A wrong type is told here, by the key's name, and not later in the middle of a run."""
+
+    def number(value: Any) -> bool:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+    def count(value: Any) -> bool:
+        return number(value) and isinstance(value, int) and value > 0
+
+    def texts(value: Any) -> bool:
+        return isinstance(value, list) and all(isinstance(v, str) for v in value)
+
+    def limits(value: Any) -> bool:
+        return isinstance(value, list) and bool(value) and all(number(v) and v >= 0 for v in value)
+
+    def pairs(value: Any) -> bool:
+        return isinstance(value, list) and all(
+            isinstance(p, list) and len(p) == 2 and all(map(number, p)) for p in value
+        )
+
+    def constants(value: Any) -> bool:
+        degree = value.get("degree", 0) if isinstance(value, dict) else None
+        return isinstance(degree, int) and degree >= 0 and all(map(number, value.values()))
+
+    rules: dict[str, tuple[Callable[[Any], bool], str]] = {
+        **dict.fromkeys(("env_id", "data_file", "env"), (lambda v: isinstance(v, str) and bool(v), "a text")),
+        **dict.fromkeys(("reward_min", "reward_max", "cost_max"), (number, "a number")),
+        **dict.fromkeys(
+            ("observation_dim", "simulator_observation_dim", "action_dim", "horizon", "trajectories", "paper_steps"),
+            (count, "a positive whole number"),
+        ),
+        "suite": (lambda v: v in get_args(Suite), f"one of {', '.join(get_args(Suite))}"),
+        "binary_costs": (lambda v: isinstance(v, bool), "true or false"),
+        "data_urls": (texts, "a list of texts"),
+        "paper_cost_limit": (lambda v: number(v) and v >= 0, "a number that is not negative"),
+        "cost_limits": (limits, "a list of numbers that are not negative"),
+        "targets": (pairs, "a list of [return, cost] pairs"),
+        "augmentation": (constants, "a table of numbers, its degree a whole one"),
+    }
+    for key, (holds, wanted) in rules.items():
+        if row.get(key) is not None and not holds(row[key]):
+            raise ValueError(f"{key} must be {wanted}, not {row[key]!r}")
+    low, high = row.get("reward_min"), row.get("reward_max")
+    if low is not None and high is not None and low >= high:
+        raise ValueError(f"reward_min ({low:g}) must lie below reward_max ({high:g})")

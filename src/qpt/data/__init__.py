@@ -1,1 +1,83 @@
 """The data room: files, trajectories, augmentation and samplers."""
+
+from __future__ import annotations
+
+import importlib
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qpt.data.files import read, write
+    from qpt.data.trajectories import Trajectories
+    from qpt.data.validation import validate
+
+__all__ = ["Trajectories", "load_dataset", "read", "validate", "write"]
+
+# Resolved on first use: `import qpt.data` stays cheap, and never imports torch.
+_ROOMS = {
+    "Trajectories": "qpt.data.trajectories",
+    "read": "qpt.data.files",
+    "write": "qpt.data.files",
+    "validate": "qpt.data.validation",
+}
+
+
+def load_dataset(source: str | Path, *, cost_key: str | None = None, action_bound: float | None = 1.0) -> Trajectories:
+    """Logged episodes from a file, a task's downloaded file, Minari, or the package itself.
+
+    `source` is a path (HDF5, npz, the folder of a Minari data set), the name of a task whose file is in the cache
+    ("BallCircle"), "minari:ID", or "embedded:ballcircle", a small data set that comes with the package.
+    """
+    from qpt.data.files import read
+
+    text = str(source)
+    if text.startswith("minari:"):
+        from qpt.data.minari import read_id
+
+        return read_id(text.removeprefix("minari:"), cost_key=cost_key, action_bound=action_bound)
+    if text.startswith("embedded:"):
+        with resources.as_file(_embedded(text.removeprefix("embedded:"))) as path:
+            return read(path)
+    return read(find(source), cost_key=cost_key, action_bound=action_bound)
+
+
+def find(source: str | Path) -> Path:
+    """The file that a path or the name of a task stands for."""
+    from qpt.errors import QptError
+    from qpt.tasks import all_tasks, get_task
+
+    text, path = str(source), Path(source).expanduser()
+    if text.startswith("embedded:"):
+        with resources.as_file(_embedded(text.removeprefix("embedded:"))) as embedded:
+            return embedded
+    if path.is_file() or (path.exists() and text not in all_tasks()):
+        return path
+    if isinstance(source, Path) or path.suffix in (".hdf5", ".h5", ".npz") or "/" in text:
+        raise QptError(f"there is no file {text}; check the path")
+    task = get_task(text)
+    from qpt.data.download import find_cached
+
+    found = find_cached(task)
+    if found is None:
+        raise QptError(
+            f"the data of {task.name} are not in the cache; run `qpt data download {task.name}`, "
+            f"or collect data of your own with `qpt collect --task {task.name}`"
+        )
+    return found
+
+
+def _embedded(name: str) -> Any:
+    from qpt.errors import QptError
+
+    folder = resources.files("qpt.data").joinpath("embedded")
+    names = sorted(Path(item.name).stem for item in folder.iterdir() if item.name.endswith(".hdf5"))
+    if name not in names:
+        raise QptError(f"there is no embedded data set {name!r}; there is: {', '.join(names)}")
+    return folder.joinpath(f"{name}.hdf5")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOMS:
+        raise AttributeError(f"module 'qpt.data' has no attribute {name!r}")
+    return getattr(importlib.import_module(_ROOMS[name]), name)

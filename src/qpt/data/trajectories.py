@@ -73,13 +73,21 @@ class Trajectories:
         n = len(obs)
         if n == 0:
             raise QptError("the data hold no steps; give at least one complete episode")
-        for name, array in (("actions", act), ("rewards", rew), ("costs", cost), ("terminals", term), ("timeouts", tout)):
+        for name, array in (
+            ("actions", act),
+            ("rewards", rew),
+            ("costs", cost),
+            ("terminals", term),
+            ("timeouts", tout),
+        ):
             if len(array) != n:
                 raise QptError(f"{name} has {len(array)} rows but observations has {n}; every key needs one row a step")
         if obs.shape[1] == 0 or act.shape[1] == 0:
             raise QptError("observations and actions need at least one column each")
         if cost.min() < 0:
-            raise QptError(f"costs must not be negative, but row {int(cost.argmin())} holds {cost.min():g}; a cost is what a limit bounds")
+            raise QptError(
+                f"costs must not be negative, but row {int(cost.argmin())} holds {cost.min():g}; a cost is what a limit bounds"
+            )
         if action_bound is not None:
             largest = np.abs(act).max()
             if largest > action_bound * (1 + 1e-4):
@@ -90,7 +98,9 @@ class Trajectories:
         done = term | tout
         ends = np.flatnonzero(done)
         if len(ends) == 0:
-            raise QptError("no episode is complete: no row of terminals or timeouts is set; mark the last step of each episode")
+            raise QptError(
+                "no episode is complete: no row of terminals or timeouts is set; mark the last step of each episode"
+            )
         kept = int(ends[-1]) + 1
         offsets = np.concatenate([[0], ends + 1]).astype(np.int64)
         extra: dict[str, Any] = dict(info or {})
@@ -102,15 +112,18 @@ class Trajectories:
                 raise QptError(f"final_observations has {len(final)} rows but there are {len(ends)} episodes")
             final = final[: len(ends)]
         elif next_observations is not None:
-            following = _floats("next_observations", next_observations, 2)
-            if len(following) != n:
-                raise QptError(f"next_observations has {len(following)} rows but observations has {n}")
-            final = following[ends].copy()
+            final, differing = _finals("next_observations", next_observations, obs, done)
+            if differing:
+                extra["next_observations"] = (
+                    f"{differing} rows differ from the observation of the step that follows; the latter are used"
+                )
         else:
             final = obs[ends].copy()
             extra["final_observations"] = "missing: the last observation of each episode stands in"
         if final.shape[1] != obs.shape[1]:
-            raise QptError(f"observations have {obs.shape[1]} columns but the observations after them have {final.shape[1]}")
+            raise QptError(
+                f"observations have {obs.shape[1]} columns but the observations after them have {final.shape[1]}"
+            )
         return cls(obs[:kept], act[:kept], rew[:kept], cost[:kept], term[:kept], tout[:kept], offsets, final, extra)
 
     # -- sizes -------------------------------------------------------------------------------------------------------------
@@ -182,14 +195,21 @@ class Trajectories:
 
     def select(self, episodes: npt.ArrayLike) -> Trajectories:
         """The given episodes (indices or a mask), in the given order."""
-        index = np.asarray(episodes)
+        index = np.atleast_1d(np.asarray(episodes))
         if index.dtype == bool:
-            if len(index) != len(self):
-                raise QptError(f"the mask has {len(index)} entries for {len(self)} episodes")
+            if index.shape != (len(self),):
+                raise QptError(f"the mask has {index.size} entries for {len(self)} episodes")
             index = np.flatnonzero(index)
         if index.size == 0:
             raise QptError("no episode is left in the selection; loosen it")
+        if index.ndim != 1 or index.dtype.kind not in "iu":
+            raise QptError("episodes are selected by a list of whole numbers or by a mask")
         index = index.astype(np.int64)
+        if index.min() < -len(self) or index.max() >= len(self):
+            raise QptError(
+                f"there are {len(self)} episodes, numbered from 0; {index.max() if index.max() > 0 else index.min()} is none of them"
+            )
+        index = index % len(self)  # -1 is the last, as in a list
         lengths = self.lengths[index]
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         rows = np.repeat(self.offsets[index] - offsets[:-1], lengths) + np.arange(offsets[-1])
@@ -202,7 +222,11 @@ class Trajectories:
             self.timeouts[rows],
             offsets,
             self.final_observations[index],
-            dict(self.info),
+            # a list with one entry an episode goes along
+            {
+                k: [v[i] for i in index] if isinstance(v, list) and len(v) == len(self) else v
+                for k, v in self.info.items()
+            },
         )
 
     def split(self, fraction: float, seed: int = 0) -> tuple[Trajectories, Trajectories]:
@@ -230,7 +254,7 @@ class Trajectories:
             ),
             np.concatenate([[0], *(p.offsets[1:] + s for p, s in zip(parts, shifts, strict=False))]).astype(np.int64),
             np.concatenate([p.final_observations for p in parts]),
-            dict(parts[0].info),
+            _joined(parts),
         )
 
     # -- what a limit allows -----------------------------------------------------------------------------------------------
@@ -288,7 +312,16 @@ class Trajectories:
     def fingerprint(self) -> str:
         """A hash of the data themselves, so that a run is resumed with the data it began with."""
         digest = hashlib.sha256()
-        for name in ("observations", "actions", "rewards", "costs", "terminals", "timeouts", "offsets", "final_observations"):
+        for name in (
+            "observations",
+            "actions",
+            "rewards",
+            "costs",
+            "terminals",
+            "timeouts",
+            "offsets",
+            "final_observations",
+        ):
             digest.update(np.ascontiguousarray(getattr(self, name)).view(np.uint8).data)
         return digest.hexdigest()[:32]
 
@@ -297,11 +330,54 @@ def _spread(values: npt.NDArray[Any]) -> dict[str, float]:
     return {"min": float(values.min()), "mean": float(values.mean()), "max": float(values.max())}
 
 
-def _floats(name: str, values: npt.ArrayLike, rank: int) -> Array:
+def _joined(parts: Sequence[Trajectories]) -> dict[str, Any]:
+    # What all parts agree on, every note, and one surrogate makes the whole a surrogate.
+    first = parts[0].info
+    info = {
+        k: v for k, v in first.items() if all(k in p.info and p.info[k] == v for p in parts) and not isinstance(v, list)
+    }
+    for key in {k for p in parts for k, v in p.info.items() if isinstance(v, list)}:  # lists with one entry an episode
+        lists = [p.info.get(key) for p in parts]
+        if all(isinstance(v, list) and len(v) == len(p) for v, p in zip(lists, parts, strict=True)):
+            info[key] = [item for v in lists for item in v or ()]
+    for key in ("source", "note"):
+        values = dict.fromkeys(str(p.info[key]) for p in parts if key in p.info)
+        if values:
+            info[key] = "; ".join(values)
+    if any(p.is_surrogate for p in parts):
+        info["surrogate"] = True
+    return info
+
+
+def _finals(name: str, following: npt.ArrayLike, observations: Array, done: Flags) -> tuple[Array, int]:
+    """The rows of next_observations at the ends of episodes, and how many others are not the next row's observation.
+
+    Goes by blocks, so that an array that still lies on disk is never in memory as a whole.
+    """
+    source: Any = following if hasattr(following, "shape") else np.asarray(following)
+    if source.shape != observations.shape:
+        raise QptError(
+            f"{name} has shape {list(source.shape)} but observations has {list(observations.shape)}; they must be equal"
+        )
+    block = max(1, 2**24 // observations.shape[1])
+    finals, differing = [], 0
+    for start in range(0, len(observations), block):
+        ends = done[start : start + block]
+        rows = _floats(name, source[start : start + block], 2, first_row=start)
+        finals.append(rows[ends])
+        expected = observations[start + 1 : start + 1 + len(rows)]
+        differing += int((~ends[: len(expected)] & (rows[: len(expected)] != expected).any(axis=1)).sum())
+    return np.concatenate(finals), differing
+
+
+def _floats(name: str, values: npt.ArrayLike, rank: int, first_row: int = 0) -> Array:
     array = np.asarray(values)
     if array.dtype.kind not in "fiub":
         raise QptError(f"{name} holds {array.dtype} values; only numbers can be read")
-    array = np.array(array, np.float32, order="C", copy=array.base is not None or array.dtype != np.float32 or None)
+    # Arrays that nobody else can change are kept; all others are copied.
+    copy = array.flags.writeable or array.base is not None or array.dtype != np.float32
+    with np.errstate(over="ignore"):  # too large for float32 becomes infinite, which is reported below
+        array = np.array(array, np.float32, order="C", copy=copy or None)
     if rank == 1 and array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
     if array.ndim != rank:
@@ -309,8 +385,10 @@ def _floats(name: str, values: npt.ArrayLike, rank: int) -> Array:
         raise QptError(f"{name} has shape {list(array.shape)}; it must be {wanted}")
     bad = ~np.isfinite(array)
     if bad.any():
-        row = int(np.argwhere(bad)[0, 0])
-        raise QptError(f"{name} holds {int(bad.sum())} NaN or infinite values, the first in row {row}; remove or repair those episodes")
+        row = first_row + int(np.argwhere(bad)[0, 0])
+        raise QptError(
+            f"{name} holds {int(bad.sum())} NaN or infinite values, the first in row {row}; remove or repair those episodes"
+        )
     return array
 
 

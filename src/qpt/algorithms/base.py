@@ -1,0 +1,227 @@
+"""What every method has in common: the facts of its data, the context it decides from, and the protocol that the loop uses."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from qpt.data.sampling import Sampler
+from qpt.data.trajectories import Trajectories
+from qpt.errors import QptError
+from qpt.tasks import Augmentation, Task
+
+LimitMode = Literal["live", "trained", "ignored"]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a method must know of its data; stored with every checkpoint, so that a policy needs no data set."""
+
+    observation_dim: int
+    action_dim: int
+    horizon: int
+    observation_mean: tuple[float, ...]
+    observation_std: tuple[float, ...]
+    frontier_costs: tuple[float, ...]  # the Pareto episodes by rising cost, and their returns
+    frontier_returns: tuple[float, ...]
+    return_min: float
+    return_max: float
+    cost_max: float
+    mean_return_to_go: float  # mean magnitude over all steps: the scale of the reward critics
+    mean_cost_to_go: float
+    augmentation: Augmentation = Augmentation()
+    task: str | None = None
+    surrogate: bool = False
+
+    @classmethod
+    def from_data(cls, data: Trajectories, horizon: int | None = None, task: Task | None = None) -> Spec:
+        horizon = horizon or (task.horizon if task else None) or int(data.lengths.max())
+        if data.lengths.max() > horizon:
+            raise QptError(
+                f"the longest episode has {data.lengths.max()} steps but the horizon is {horizon}; give a larger --horizon"
+            )
+        std = data.observations.std(0, dtype=np.float64)
+        pareto = data.pareto_episodes()
+        return cls(
+            observation_dim=data.observation_dim,
+            action_dim=data.action_dim,
+            horizon=horizon,
+            observation_mean=tuple(map(float, data.observations.mean(0, dtype=np.float64))),
+            observation_std=tuple(float(x) if x > 1e-4 else 1.0 for x in std),  # a constant column stays as it is
+            frontier_costs=tuple(map(float, data.episode_costs[pareto])),
+            frontier_returns=tuple(map(float, data.returns[pareto])),
+            return_min=float(data.returns.min()),
+            return_max=float(data.returns.max()),
+            cost_max=float(data.episode_costs.max()),
+            mean_return_to_go=float(np.abs(data.returns_to_go).mean(dtype=np.float64)),
+            mean_cost_to_go=float(data.costs_to_go.mean(dtype=np.float64)),
+            augmentation=task.augmentation if task else Augmentation(),
+            task=task.name if task else None,
+            surrogate=data.is_surrogate,
+        )
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Spec:
+        row = {**row, "augmentation": Augmentation(**row["augmentation"])}
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()})
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def suggest_return(self, cost_limit: float) -> float:
+        """The best return logged within the limit; below the cheapest episode, that episode's."""
+        place = int(np.searchsorted(self.frontier_costs, cost_limit, side="right")) - 1
+        return self.frontier_returns[max(place, 0)]
+
+
+class Context(NamedTuple):
+    """What n running episodes look like to a method that decides now; right-padded windows of K steps."""
+
+    observations: Tensor  # [n, K, S]
+    actions: Tensor  # [n, K, A] zero where not yet taken
+    return_to_go: Tensor  # [n, K]
+    cost_to_go: Tensor  # [n, K]
+    steps: Tensor  # [n, K] index in the episode
+    last: Tensor  # [n] place of the current step in the window
+    return_target: Tensor  # [n] of the whole episode
+    cost_limit: Tensor  # [n] of the whole episode
+    seeds: Tensor  # [n] of the episode's noise
+
+    def now(self, field: Tensor) -> Tensor:
+        """The entry of the current step."""
+        return field[torch.arange(len(self.last), device=self.last.device), self.last]
+
+
+class Decision(NamedTuple):
+    actions: Tensor  # [n, A]
+    diagnostics: dict[str, Tensor]  # [n] each, e.g. fallback 0/1
+
+
+class Algorithm(Protocol):
+    """A method: an nn.Module with these attributes and methods. See docs/your-own-algorithm.md."""
+
+    config: Any  # a frozen dataclass with batch_size and steps among its fields
+    spec: Spec
+    optimizers: dict[str, torch.optim.Optimizer]
+    limit_mode: LimitMode
+    context: int  # steps of history that `act` sees
+    compilable: tuple[str, ...]  # methods that may be replaced by their compiled forms
+
+    def make_sampler(self, data: Trajectories, device: torch.device, seed: int) -> Sampler: ...
+
+    def update(self, batch: Any) -> dict[str, Tensor]:
+        """One gradient step; metrics stay on the device, so that the host need not wait."""
+        ...
+
+    def act(self, context: Context) -> Decision: ...
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> Any: ...
+
+    def to(self, *args: Any) -> Any: ...
+
+    def train(self, mode: bool = True) -> Any: ...
+
+    def eval(self) -> Any: ...
+
+
+# name: (module, class, config class); modules are imported when asked for
+ALGORITHMS: dict[str, tuple[str, str, str]] = {
+    "qpt": ("qpt.algorithms.qpt", "QPT", "QPTConfig"),
+}
+_registered: dict[str, tuple[type, type]] = {}
+
+
+def register_algorithm(name: str, algorithm: type, config: type) -> None:
+    """Make a method of one's own known by name, for this process."""
+    if name in ALGORITHMS:
+        raise QptError(f"the name {name!r} belongs to a built-in algorithm; choose another")
+    _registered[name] = (algorithm, config)
+
+
+def algorithm_names() -> list[str]:
+    return [*ALGORITHMS, *_registered]
+
+
+def algorithm_classes(name: str) -> tuple[type, type]:
+    """The class and the config class of an algorithm."""
+    if name in _registered:
+        return _registered[name]
+    if name not in ALGORITHMS:
+        raise QptError(f"there is no algorithm {name!r}; choose one of {', '.join(algorithm_names())}")
+    module, algorithm, config = ALGORITHMS[name]
+    room = importlib.import_module(module)
+    return getattr(room, algorithm), getattr(room, config)
+
+
+def config_from(config_class: type, values: dict[str, Any]) -> Any:
+    """A config from plain values; unknown names get an error."""
+    unknown = set(values) - {f.name for f in fields(config_class)}
+    if unknown:
+        raise QptError(f"{config_class.__name__} has no field {', '.join(sorted(unknown))}")
+    return config_class(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+# -- little tools ----------------------------------------------------------------------------------------------------------
+
+
+def adam(
+    parameters: Iterable[nn.Parameter],
+    lr: float,
+    *,
+    weight_decay: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.999),
+) -> torch.optim.AdamW:
+    """Fused Adam(W) whose learning rate is a tensor, so that a captured step can change it."""
+    parameters = list(parameters)
+    return torch.optim.AdamW(
+        parameters, lr=torch.tensor(lr, device=parameters[0].device), betas=betas, weight_decay=weight_decay, fused=True
+    )
+
+
+def descend(
+    optimizer: torch.optim.Optimizer, loss: Tensor, groups: list[list[nn.Parameter]], clip: float | None = None
+) -> list[Tensor]:
+    """One step of the given parameters alone: no other in the graph gets, or pays for, a gradient.
+
+    The gradient norm of each group is clipped on its own; returns the norms before clipping.
+    """
+    flat = [parameter for group in groups for parameter in group]
+    for parameter, gradient in zip(flat, torch.autograd.grad(loss, flat), strict=True):
+        parameter.grad = gradient
+    norms = [nn.utils.clip_grad_norm_(group, clip) for group in groups] if clip else []
+    optimizer.step()
+    return norms
+
+
+def soft_update(target: list[nn.Parameter], online: list[nn.Parameter], rate: float) -> None:
+    """target <- target + rate * (online - target), in one fused call."""
+    with torch.no_grad():
+        torch._foreach_lerp_(target, online, rate)  # type: ignore[attr-defined]
+
+
+def frozen_copy(module: nn.Module) -> Any:
+    """A copy without gradients, in evaluation mode: a target network."""
+    import copy
+
+    return copy.deepcopy(module).eval().requires_grad_(False)
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the valid entries only; 0 where there are none."""
+    weight = mask.to(values.dtype)
+    return (values * weight).sum() / weight.sum().clamp(min=1)
+
+
+def discounted_limit(cost_limit: Tensor | float, remaining: Tensor | float, discount: float) -> Any:
+    """The discounted sum of a budget spent evenly over the remaining steps: κ (1 - γ^H) / ((1 - γ) H)."""
+    if discount == 1.0:
+        return cost_limit
+    return cost_limit * (1 - discount**remaining) / ((1 - discount) * remaining)

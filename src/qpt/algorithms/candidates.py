@@ -1,0 +1,117 @@
+"""QPT's inference: candidate targets, their actions in one pass, and the critics' choice among those that fit the budget."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from qpt.algorithms.base import Context, Decision, discounted_limit
+from qpt.nets.noise import episode_normal, episode_uniform
+
+if TYPE_CHECKING:
+    from qpt.algorithms.qpt import QPT
+
+
+@torch.no_grad()
+def decide(method: QPT, context: Context) -> Decision:
+    """argmax_j Q^r(s, a_j) subject to Q^c(s, a_j) <= remaining budget, over the candidates' actions a_j."""
+    c = method.config
+    count = c.candidates if c.inference_with_candidates else 1
+    proposed = propose(method, context, count)  # [n, m, A]
+    rows = torch.arange(len(proposed), device=proposed.device)
+    if count == 1:
+        return Decision(proposed[:, 0], {"fallback": torch.zeros(len(proposed), device=proposed.device)})
+    reward_q, cost_q = score(method, context, proposed)
+    chosen, infeasible = choose(method, context, reward_q, cost_q)
+    return Decision(
+        proposed[rows, chosen],
+        {"fallback": infeasible.float(), "reward_q": reward_q[rows, chosen], "cost_q": cost_q[rows, chosen]},
+    )
+
+
+def shifts(method: QPT, context: Context, count: int) -> tuple[Tensor, Tensor]:
+    """What each candidate adds to the return-to-go and the cost-to-go; the first candidate adds nothing. [n, m] each."""
+    c = method.config
+    step = context.now(context.steps) if c.noise_mode == "step" else torch.zeros_like(context.last)
+    noise = episode_normal(context.seeds, step, 2 * count).to(context.return_to_go.dtype).unflatten(1, (2, count))
+    noise[:, :, 0] = 0
+    return (
+        noise[:, 0] * c.rtg_noise * context.return_target.abs()[:, None],
+        noise[:, 1] * c.ctg_noise * context.cost_limit[:, None],
+    )
+
+
+def propose(method: QPT, context: Context, count: int) -> Tensor:
+    """Actions of the candidates: [n, m, A]. All histories agree but for the candidates' shifts, which realised signals never change."""
+    c = method.config
+    more_return, more_cost = shifts(method, context, count)
+    if c.noise_mode == "step":
+        now_return, now_cost = context.now(context.return_to_go), context.now(context.cost_to_go)
+        hidden = method.transformer.candidates(
+            context.return_to_go,
+            context.cost_to_go,
+            context.observations,
+            context.actions,
+            context.steps,
+            context.last,
+            now_return[:, None] + more_return,
+            now_cost[:, None] + more_cost,
+        )
+    else:
+
+        def repeat(x: Tensor) -> Tensor:
+            return x.repeat_interleave(count, 0)
+
+        hidden = method.transformer(
+            (context.return_to_go[:, None] + more_return[..., None]).flatten(0, 1),
+            (context.cost_to_go[:, None] + more_cost[..., None]).flatten(0, 1),
+            repeat(context.observations),
+            repeat(context.actions),
+            repeat(context.steps),
+        )[:, :, 0].unflatten(0, (-1, count))  # [n, m, K, D]
+        hidden = hidden[torch.arange(len(context.last), device=hidden.device), :, context.last]
+    actions = method.squash(method.head(hidden))
+    if c.action_noise and count > 1:
+        noise = episode_normal(context.seeds, context.now(context.steps), count * actions.shape[-1], stream=1)
+        noise = noise.to(actions.dtype).unflatten(1, actions.shape[1:]).clone()
+        noise[:, 0] = 0
+        actions = actions + c.action_noise * noise
+    return actions.clamp(-1, 1)
+
+
+def score(method: QPT, context: Context, actions: Tensor) -> tuple[Tensor, Tensor]:
+    """Target critics' reward and cost values of the candidates: [n, m] each."""
+    c = method.config
+    budgets, steps = context.now(context.cost_to_go), context.now(context.steps)
+    seen = method.features(context.now(context.observations), budgets, steps)[:, None].expand(-1, actions.shape[1], -1)
+    acted = torch.cat([seen, actions], -1)
+    reward_q = method.reduce(method.target_reward_critics(acted)[..., 0], c.reward_reduction)
+    cost_q = method.reduce(method.target_cost_critics(acted)[..., 0], c.cost_reduction)
+    return reward_q, cost_q
+
+
+def choose(method: QPT, context: Context, reward_q: Tensor, cost_q: Tensor) -> tuple[Tensor, Tensor]:
+    """Index of the chosen candidate [n], and whether none was feasible [n]."""
+    c = method.config
+    balance = reward_q - c.tradeoff * method.reward_scale * cost_q
+    if c.selection == "tradeoff":
+        feasible = torch.ones_like(cost_q, dtype=torch.bool)
+        value = balance
+    else:
+        budget = context.now(context.cost_to_go)
+        if c.cost_test == "horizon":
+            remaining = (method.spec.horizon - context.now(context.steps)).clamp(min=1)
+            budget = discounted_limit(budget.clamp(min=0), remaining, c.cost_discount)
+        feasible = cost_q + c.test_offset <= budget[:, None]
+        if c.cost_test == "none":
+            feasible = torch.ones_like(feasible)
+        value = reward_q
+    infeasible = ~feasible.any(1)
+    fallback = {"least-cost": -cost_q, "ignore": reward_q, "tradeoff": balance}[c.fallback]
+    value = torch.where(infeasible[:, None], fallback, value.masked_fill(~feasible, float("-inf")))
+    if c.choice == "softmax":  # drawn by the Gumbel trick, from the episode's own noise
+        uniform = episode_uniform(context.seeds, context.now(context.steps), value.shape[1], stream=2).to(value.dtype)
+        value = value - torch.log(-torch.log(uniform))
+    return value.argmax(1), infeasible

@@ -1,0 +1,200 @@
+"""Checkpoints: a folder with manifest.json and safetensors, written whole or not at all, without pickle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from qpt import __version__
+from qpt.algorithms.base import Algorithm, Spec, algorithm_classes, config_from
+from qpt.errors import QptError
+
+FORMAT = 1  # of the folder; raised when old ones can no longer be read
+MANIFEST, MODEL, TRAINING = "manifest.json", "model.safetensors", "training.safetensors"
+
+
+def versions() -> dict[str, str]:
+    """What a result depends on besides its config and data."""
+    return {
+        "qpt": __version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def write_checkpoint(
+    folder: Path,
+    name: str,
+    algorithm: Algorithm,
+    config: dict[str, Any],
+    training: dict[str, Tensor],
+    facts: dict[str, Any],
+) -> Path:
+    """Write a checkpoint to `folder`, atomically: under a hidden name first, renamed when everything is on the disk."""
+    staging = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        staging.mkdir(parents=True)
+        _save(staging / MODEL, algorithm.state_dict())
+        _save(staging / TRAINING, {**_optimizer_tensors(algorithm), **training})
+        manifest = {
+            "format": FORMAT,
+            "algorithm": name,
+            "config": config,
+            "spec": algorithm.spec.to_json(),
+            "versions": versions(),
+            "sha256": {file: _digest(staging / file) for file in (MODEL, TRAINING)},
+            **facts,
+        }
+        (staging / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        for file in (MANIFEST, MODEL, TRAINING):
+            _sync(staging / file)
+        if folder.exists():
+            old = folder.with_name(f".{folder.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
+            staging.rename(folder)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            staging.rename(folder)
+        _sync(folder.parent)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise QptError(
+            f"the checkpoint {folder} cannot be written ({error}); earlier checkpoints are untouched"
+        ) from error
+    return folder
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint folder, checked."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise QptError(f"{folder} is not a checkpoint: {MANIFEST} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise QptError(
+            f"the checkpoint {folder} is damaged: {MANIFEST} is not valid JSON; use an earlier one"
+        ) from error
+    if not isinstance(manifest, dict) or not {"format", "algorithm", "config", "spec", "sha256"} <= set(manifest):
+        raise QptError(f"the checkpoint {folder} is damaged: {MANIFEST} lacks entries; use an earlier one")
+    if manifest["format"] != FORMAT:
+        raise QptError(
+            f"the checkpoint {folder} has format {manifest['format']}, this version of qpt reads {FORMAT}; use a matching version"
+        )
+    return manifest
+
+
+def read_tensors(folder: Path, file: str, manifest: dict[str, Any]) -> dict[str, Tensor]:
+    path = folder / file
+    try:
+        if _digest(path) != manifest["sha256"].get(file):
+            raise QptError(
+                f"the checkpoint {folder} is damaged: {file} does not match its checksum; use an earlier one"
+            )
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise QptError(
+            f"the checkpoint {folder} is damaged: {file} cannot be read ({error}); use an earlier one"
+        ) from error
+
+
+def load_algorithm(folder: Path, device: torch.device | str = "cpu") -> tuple[Any, dict[str, Any]]:
+    """The algorithm of a checkpoint with its weights, and the manifest."""
+    manifest = read_manifest(folder)
+    cls, config_class = algorithm_classes(manifest["algorithm"])
+    try:
+        algorithm = cls(config_from(config_class, manifest["config"]), Spec.from_json(manifest["spec"]))
+        algorithm.load_state_dict(read_tensors(folder, MODEL, manifest))
+    except (TypeError, KeyError, RuntimeError, AttributeError) as error:
+        raise QptError(
+            f"the checkpoint {folder} does not fit this version of qpt: {str(error).splitlines()[0]}"
+        ) from error
+    return algorithm.to(device), manifest
+
+
+def restore_training(folder: Path, algorithm: Algorithm, manifest: dict[str, Any]) -> dict[str, Tensor]:
+    """Put the optimisers back where they were; returns the other tensors of the training state (generators)."""
+    tensors = read_tensors(folder, TRAINING, manifest)
+    for name, optimizer in algorithm.optimizers.items():
+        state = optimizer.state_dict()
+        for index in range(sum(len(group["params"]) for group in state["param_groups"])):
+            prefix = f"optimizer/{name}/{index}/"
+            entry = {key[len(prefix) :]: value for key, value in tensors.items() if key.startswith(prefix)}
+            if entry:
+                state["state"][index] = entry
+        optimizer.load_state_dict(state)
+        for place, group in enumerate(optimizer.param_groups):
+            if f"lr/{name}/{place}" in tensors:
+                group["lr"].copy_(tensors[f"lr/{name}/{place}"])
+    return {key: value for key, value in tensors.items() if not key.startswith(("optimizer/", "lr/"))}
+
+
+# -- run folders -----------------------------------------------------------------------------------------------------------
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The step checkpoints of a run, oldest first."""
+    return sorted(p for p in (run / "checkpoints").glob("step-*") if p.is_dir())
+
+
+def resolve(path: str | Path, which: str = "last") -> Path:
+    """The checkpoint folder that `path` means: itself, or the last or best one of a run folder."""
+    path = Path(path)
+    if (path / MANIFEST).exists():
+        return path
+    if which == "best":
+        best = sorted((path / "checkpoints").glob("best-*"))
+        if not best:
+            raise QptError(
+                f"the run {path} has no best checkpoint: it was not evaluated during training; use the last one"
+            )
+        return best[-1]
+    steps = checkpoints(path)
+    if not steps:
+        raise QptError(f"{path} is neither a checkpoint nor a run with one; look for a folder with a {MANIFEST}")
+    return steps[-1]
+
+
+def rotate(run: Path, keep: int) -> None:
+    """Delete all but the last `keep` step checkpoints."""
+    for old in checkpoints(run)[: -keep or None]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _optimizer_tensors(algorithm: Algorithm) -> dict[str, Tensor]:
+    tensors = {}
+    for name, optimizer in algorithm.optimizers.items():
+        for index, entry in optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer/{name}/{index}/{key}": value for key, value in entry.items()}
+        tensors |= {f"lr/{name}/{place}": group["lr"] for place, group in enumerate(optimizer.param_groups)}
+    return tensors
+
+
+def _save(path: Path, tensors: dict[str, Tensor]) -> None:
+    save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, path)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

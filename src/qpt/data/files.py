@@ -1,0 +1,418 @@
+"""Data files: DSRL's HDF5 (as published, or compact), npz with the same keys, and Minari; every defect gets one sentence.
+
+A file is looked at before it is read: only plain datasets inside the file itself, of plain numbers, of a size that the file can
+hold. What libhdf5 does with a damaged file is not ours to promise; `qpt.data.validation` therefore checks in another process.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import re
+import secrets
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from qpt.data.trajectories import Trajectories
+from qpt.errors import QptError
+
+KEYS = ("observations", "actions", "rewards", "costs", "terminals")  # a file needs all of these
+OPTIONAL = ("timeouts", "next_observations", "final_observations")
+_TABLES = (
+    "observations",
+    "actions",
+    "next_observations",
+    "final_observations",
+)  # rank 2; the others are rank 1 or [N, 1]
+
+# gzip, shuffle, checksum and lzf cannot be made to load code, as filters from plugins can.
+_FILTERS = {h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32, h5py.h5z.FILTER_LZF}
+_LAYOUTS = {h5py.h5d.COMPACT, h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED}
+_RATIO = 1100  # gzip shrinks by 1032 at most
+_SLACK = 2**20  # bytes; a chunk may be larger than the little that is in it
+_ATTRIBUTE_BYTES = 2**20
+_OF_READING = ("source", "dropped_steps")  # said by the reader, not by the file
+
+
+def read(
+    path: str | Path, *, cost_key: str | None = None, action_bound: float | None = 1.0, max_bytes: int | None = None
+) -> Trajectories:
+    """Read an HDF5 file in DSRL's layout, an npz file with the same keys, or the folder of a Minari data set.
+
+    `cost_key` names the costs where they are not called "costs" (Minari: the key of infos, "cost" by default). `action_bound`
+    is the largest magnitude of an action, None for any. More than `max_bytes` of data (by default: QPT_MAX_BYTES, or three
+    quarters of the machine's memory) are refused before any is read.
+    """
+    path = Path(path)
+    with _defects(path):
+        if path.is_dir():
+            from qpt.data.minari import read_folder  # an optional extra
+
+            return read_folder(path, cost_key=cost_key, action_bound=action_bound)
+        kind = _kind(path)
+        limit = default_max_bytes() if max_bytes is None else max_bytes
+        if kind == "hdf5":
+            with h5py.File(path, "r", locking="best-effort") as file:
+                columns, info = _hdf5_columns(file, path.stat().st_size, limit, cost_key), _attributes(file)
+                return _assemble(columns, {**info, "source": str(path)}, action_bound)
+        arrays, info = _npz_columns(path, limit, cost_key)
+        return _assemble(arrays, {**info, "source": str(path)}, action_bound)
+
+
+def write(trajectories: Trajectories, path: str | Path, compact: bool = False) -> Path:
+    """Write HDF5 in DSRL's layout, or npz where the name ends so; an existing file is replaced as a whole or not at all.
+
+    The compact form stores the final observation of each episode instead of next_observations, about half the size.
+    """
+    path = Path(os.path.realpath(path))  # a link stays a link
+    if path.suffix.lower() not in (".hdf5", ".h5", ".npz"):
+        raise QptError(f"{path.name} does not say what to write; give a name that ends in .hdf5 or .npz")
+    columns = {name: getattr(trajectories, name) for name in (*KEYS, "timeouts")}
+    if compact:
+        columns["final_observations"] = trajectories.final_observations
+    else:
+        columns["next_observations"] = trajectories.next_observations()
+    info = {key: value for key, value in trajectories.info.items() if key not in _OF_READING}
+    info |= {"num_trajectories": len(trajectories), "num_steps": trajectories.steps}
+    info["layout"] = (
+        "compact: final_observations, one row an episode, instead of next_observations" if compact else "DSRL"
+    )
+    content = _npz_bytes(columns, info) if path.suffix.lower() == ".npz" else _hdf5_bytes(columns, info)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        kept = "the old file is unchanged" if path.exists() else "nothing was written"
+        raise QptError(f"{path} cannot be written: {error.strerror or error}; {kept}") from error
+    finally:
+        try:
+            temporary.unlink(missing_ok=True)
+        except OSError:  # no such folder, or no permission: nothing to clean up
+            pass
+    return path
+
+
+def default_max_bytes() -> int:
+    """QPT_MAX_BYTES, or three quarters of the memory of this machine (64 GiB where that is not known)."""
+    text = os.environ.get("QPT_MAX_BYTES")
+    if text:
+        if not text.isdigit():
+            raise QptError(f"QPT_MAX_BYTES must be a whole number of bytes, not {text!r}")
+        return int(text)
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 3 // 4
+    except (AttributeError, ValueError, OSError):
+        return 64 * 2**30
+
+
+# -- from columns to trajectories ----------------------------------------------------------------------------------------
+
+
+def _assemble(columns: Mapping[str, Any], info: dict[str, Any], action_bound: float | None) -> Trajectories:
+    """Read and check the columns: numpy arrays, or datasets that still lie on disk."""
+    loaded = {name: _load(name, column) for name, column in columns.items() if name != "next_observations"}
+    # Final observations are the shorter way to the same end; where both are given they serve.
+    following = None if "final_observations" in columns else columns.get("next_observations")
+    result = Trajectories.from_arrays(
+        **{name: loaded[name] for name in KEYS},
+        timeouts=loaded.get("timeouts"),
+        next_observations=following,
+        final_observations=loaded.get("final_observations"),
+        action_bound=action_bound,
+        info=info,
+    )
+    # Without timeouts, an episode that was cut off would silently run on into the next.
+    if "timeouts" not in columns and ("dropped_steps" in result.info or "next_observations" in result.info):
+        raise QptError(
+            "timeouts is missing and not every episode ends by a terminal; add timeouts: 1 where an episode was cut off"
+        )
+    return result
+
+
+def _load(name: str, column: Any) -> npt.NDArray[Any]:
+    if isinstance(column, np.ndarray):
+        array = column
+    elif name in ("terminals", "timeouts"):
+        array = column[()]
+    else:  # converted while it is read, so that float64 never lies in memory as a whole
+        array = np.empty(column.shape, np.float32)
+        if array.size:
+            column.read_direct(array)
+    array.flags.writeable = False  # nobody else holds it: Trajectories keeps it without a copy
+    return array
+
+
+def _check_column(name: str, shape: tuple[int, ...] | None, dtype: np.dtype[Any]) -> None:
+    if dtype.kind not in "fiub":
+        what = {"O": "objects, strings or references", "S": "strings", "U": "strings", "V": "compound or opaque values"}
+        raise QptError(f"{name} holds {what.get(dtype.kind, str(dtype))}; only plain numbers can be read")
+    if shape is None or len(shape) == 0:
+        raise QptError(f"{name} is a single value or empty; it must have one row a step")
+    if len(shape) > 2 or (name in _TABLES and len(shape) != 2):
+        wanted = "[steps, columns]" if name in _TABLES else "[steps]"
+        raise QptError(f"{name} has shape {list(shape)}; it must be {wanted}")
+
+
+def _check_present(names: set[str], others: list[str], cost_key: str | None) -> None:
+    missing = [key for key in KEYS if key not in names]
+    if not missing:
+        return
+    if any(other.startswith("episode_") for other in others):
+        raise QptError("this is the inner file of a Minari data set; give the folder of the data set instead")
+    found = f"; it has {', '.join(sorted(others)[:12])}" if others else "; it is empty"
+    if missing == ["costs"] and cost_key is None:
+        found += " (if the costs have another name, give it as the cost key)"
+    raise QptError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing{found}")
+
+
+def _check_size(name: str, declared: int, file_size: int, limit: int) -> None:
+    if declared > limit:
+        raise QptError(
+            f"{name} would take {_size(declared)} of memory and the limit is {_size(limit)}; "
+            "if the file is to be trusted, raise QPT_MAX_BYTES"
+        )
+    if declared > _RATIO * file_size + _SLACK:
+        raise QptError(
+            f"{name} claims {_size(declared)} but the file has only {_size(file_size)}; it is damaged or a trap"
+        )
+
+
+# -- HDF5 ----------------------------------------------------------------------------------------------------------------
+
+
+def _hdf5_columns(file: h5py.File, file_size: int, limit: int, cost_key: str | None) -> dict[str, h5py.Dataset]:
+    """The datasets of our keys, each looked at but not yet read."""
+    names = {name: name for name in (*KEYS, *OPTIONAL)} | ({"costs": cost_key} if cost_key else {})
+    links = file.id.links
+    columns = {}
+    for name, key in names.items():
+        if not links.exists(key.encode()):
+            continue
+        if links.get_info(key.encode()).type != h5py.h5l.TYPE_HARD:
+            raise QptError(f"{key} is a link to another place; only arrays that lie in the file itself are read")
+        columns[name] = file[key]
+    _check_present(set(columns), [name.decode(errors="replace") for name in _first_links(file)], cost_key)
+    total = 0
+    for name, dataset in columns.items():
+        if not isinstance(dataset, h5py.Dataset):
+            raise QptError(f"{name} is a group or a type; it must be an array")
+        _check_layout(name, dataset)
+        _check_column(name, dataset.shape, dataset.dtype)
+        total += math.prod(dataset.shape) * max(4, dataset.dtype.itemsize)
+        _check_chunks(name, dataset, file_size, limit)
+    _check_size("the data", total, file_size, limit)
+    return columns
+
+
+def _first_links(file: h5py.File) -> list[bytes]:
+    found: list[bytes] = []
+    for name in file.id:
+        found.append(name)
+        if len(found) == 100:
+            break
+    return found
+
+
+def _check_layout(name: str, dataset: h5py.Dataset) -> None:
+    properties = dataset.id.get_create_plist()
+    if properties.get_layout() not in _LAYOUTS:
+        raise QptError(f"{name} is a virtual dataset, whose values lie in other files; copy them into one file")
+    if properties.get_external_count() > 0:
+        raise QptError(f"{name} is stored outside the file; copy its values into the file")
+    filters = [properties.get_filter(i)[0] for i in range(properties.get_nfilters())]
+    if not set(filters) <= _FILTERS:
+        raise QptError(
+            f"{name} is packed with a filter that is not gzip or lzf (HDF5 filter {max(filters)}); rewrite it with gzip"
+        )
+    if len(set(filters)) < len(filters):
+        raise QptError(f"{name} is packed with the same filter twice; rewrite it with gzip")
+
+
+def _check_chunks(name: str, dataset: h5py.Dataset, file_size: int, limit: int) -> None:
+    """A chunk is unpacked as a whole, whatever its size turns out to be: bound it by what gzip can do."""
+    if dataset.chunks is None:
+        return
+    _check_size(f"a chunk of {name}", math.prod(dataset.chunks) * dataset.dtype.itemsize, file_size, limit)
+    largest = 0
+
+    def look(chunk: Any) -> None:
+        nonlocal largest
+        largest = max(largest, chunk.size)
+        if chunk.byte_offset is None or chunk.byte_offset + chunk.size > file_size:
+            raise QptError(f"{name} has a part that lies beyond the end of the file; the file is cut short or damaged")
+
+    dataset.id.chunk_iter(look)
+    if dataset.compression == "gzip":
+        _check_size(f"a chunk of {name}, unpacked,", largest * 1032, file_size, max(limit, 2**30))
+
+
+def _attributes(file: h5py.File) -> dict[str, Any]:
+    """Notes and numbers at the root, made safe to print; references and compounds are passed over."""
+    info: dict[str, Any] = {}
+    for name in list(file.attrs)[:256]:
+        attribute = file.attrs.get_id(name)
+        text = h5py.check_string_dtype(attribute.dtype) is not None
+        if attribute.shape is None or not (text or attribute.dtype.kind in "fiubS"):
+            continue
+        if math.prod(attribute.shape) * attribute.dtype.itemsize > _ATTRIBUTE_BYTES:
+            raise QptError(f"the attribute {_clean(name)!r} is absurdly large; the file is damaged")
+        info[_clean(name)] = _plain(file.attrs[name])
+    return _labelled(info)
+
+
+def _labelled(info: dict[str, Any]) -> dict[str, Any]:
+    for key in _OF_READING:
+        info.pop(key, None)
+    if info.pop("surrogate", False) is True or "surrogate" in str(info.get("note", "")).lower():
+        info["surrogate"] = True
+    return info
+
+
+def _hdf5_bytes(columns: Mapping[str, npt.NDArray[Any]], info: Mapping[str, Any]) -> bytes:
+    # Made in memory: libhdf5 does not survive a full disk well, and the rename needs all bytes first anyway.
+    with h5py.File("memory", "w", driver="core", backing_store=False, block_size=2**22) as file:
+        for name, values in columns.items():
+            width = int(np.prod(values.shape[1:])) or 1
+            chunk = (min(len(values), max(1, 2**17 // width)), *values.shape[1:])
+            file.create_dataset(name, data=values, chunks=chunk, compression="gzip", compression_opts=4, shuffle=True)
+        for name, value in info.items():
+            plain = _storable(value)
+            if plain is not None:
+                file.attrs[name] = plain
+        file.flush()
+        image: bytes = file.id.get_file_image()
+    return image
+
+
+# -- npz -----------------------------------------------------------------------------------------------------------------
+
+
+def _npz_columns(path: Path, limit: int, cost_key: str | None) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
+    names = {name: name for name in (*KEYS, *OPTIONAL)} | ({"costs": cost_key} if cost_key else {})
+    with zipfile.ZipFile(path) as archive:
+        members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
+        _check_present({name for name, key in names.items() if key in members}, list(members), cost_key)
+        wanted = {name: members[key] for name, key in names.items() if key in members}
+        total = sum(member.file_size for member in wanted.values()) + (
+            members["info"].file_size if "info" in members else 0
+        )
+        _check_size("the data", total, path.stat().st_size, limit)
+        arrays = {name: _npy(archive, member, name) for name, member in wanted.items()}
+        info: Any = {}
+        if "info" in members and members["info"].file_size <= _ATTRIBUTE_BYTES:
+            text = np.lib.format.read_array(io.BytesIO(archive.read(members["info"])), allow_pickle=False)
+            info = json.loads(str(text)) if text.dtype.kind == "U" and text.ndim == 0 else {}
+    return arrays, _labelled({_clean(k): _plain(v) for k, v in info.items()} if isinstance(info, dict) else {})
+
+
+def _npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str) -> npt.NDArray[Any]:
+    with archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        if version not in header:
+            raise QptError(f"{name} has no header that can be read; save it again with numpy.savez")
+        shape, fortran, dtype = header[version](file)
+        _check_column(name, shape, dtype)
+        if math.prod(shape) * dtype.itemsize != member.file_size - file.tell():
+            raise QptError(f"{name} claims shape {list(shape)}, which is not what the file holds; it is damaged")
+        content = file.read()
+    return np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C").copy(order="C")
+
+
+def _npz_bytes(columns: Mapping[str, npt.NDArray[Any]], info: Mapping[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    plain = {key: value for key, value in ((k, _plain(v)) for k, v in info.items()) if value is not None}
+    np.savez_compressed(buffer, allow_pickle=False, info=np.array(json.dumps(plain)), **columns)
+    return buffer.getvalue()
+
+
+# -- small things --------------------------------------------------------------------------------------------------------
+
+
+def _kind(path: Path) -> str:
+    if not path.exists():
+        raise QptError("there is no such file; check the path")
+    if not path.is_file():
+        raise QptError("this is not a file")
+    with path.open("rb") as file:
+        head = file.read(512)
+    if not head:
+        raise QptError("the file is empty; write or download it again")
+    if head.startswith(b"\x89HDF\r\n\x1a\n"):
+        return "hdf5"
+    if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+        return "npz"
+    if b"git-lfs" in head:
+        raise QptError("this is a pointer of Git LFS, not the data; run: git lfs pull")
+    if head.lstrip()[:5].lower() in (b"<html", b"<!doc"):
+        raise QptError("this is a web page, not an HDF5 or npz file; download the data again")
+    raise QptError("this is neither an HDF5 nor an npz file; `qpt data convert` and Trajectories.from_arrays make one")
+
+
+@contextmanager
+def _defects(path: Path) -> Iterator[None]:
+    """Whatever goes wrong while reading becomes one sentence that names the file."""
+    try:
+        yield
+    except QptError as error:
+        raise QptError(_clean(f"{path}: {error}", keep="")) from error
+    except MemoryError as error:
+        raise QptError(f"{path}: the data do not fit into memory") from error
+    except PermissionError as error:
+        raise QptError(f"{path}: there is no permission to read it") from error
+    except Exception as error:  # libhdf5, zipfile and numpy raise nearly every kind on damaged files
+        text = str(error)
+        found = re.search(r"error message = '([^']+)'", text) or re.search(r"\(([^()]*(?:truncated|eof)[^()]*)", text)
+        reason = _clean((found[1] if found else text).split("\n")[0], keep="")[:160] or type(error).__name__
+        cut = "is cut short" if "truncated" in text else "is damaged"
+        raise QptError(f"{path}: the file {cut} and cannot be read ({reason}); copy or download it again") from error
+
+
+def _clean(text: str, keep: str = "\n\t") -> str:
+    """Safe to print: no control characters, no half characters."""
+    return "".join(c if c.isprintable() or c in keep else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _plain(value: Any) -> Any:
+    """Python's own numbers, strings and lists of them; None for anything else."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "replace")
+    if isinstance(value, str):
+        return _clean(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, bool | int | float) else None
+
+
+def _storable(value: Any) -> Any:
+    plain = _plain(value)
+    if isinstance(plain, list):
+        try:
+            array = np.array([item.encode() if isinstance(item, str) else item for item in plain])
+        except ValueError:  # ragged
+            return None
+        return array if array.dtype.kind in "fiubS" and array.nbytes < 60_000 else None  # HDF5 allows 64 KiB
+    return plain
+
+
+def _size(count: int) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}"
+        count //= 1024
+    return f"{count:,} TiB"

@@ -1,0 +1,77 @@
+"""Checking a file in a process of its own, with limits on time and memory: a crash of libhdf5 becomes a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from qpt.errors import QptError
+
+_ANSWER = "qpt-validation:"
+_OVERHEAD = 2 * 2**30  # what Python and the libraries map before the first byte is read
+
+
+def validate(
+    path: str | Path,
+    *,
+    cost_key: str | None = None,
+    action_bound: float | None = 1.0,
+    timeout: float | None = None,
+    max_bytes: int | None = None,
+) -> str | None:
+    """None if the file can be read, or one sentence that says why not; whatever the file holds, the caller goes on.
+
+    `timeout` in seconds is by default a minute and one second for each 2 MB; `max_bytes` bounds the data as in `read`.
+    """
+    from qpt.data.files import default_max_bytes
+
+    path = Path(path)
+    limit = default_max_bytes() if max_bytes is None else max_bytes
+    if timeout is None:
+        timeout = 60 + (path.stat().st_size / 2e6 if path.is_file() else 0)
+    order = {"path": str(path), "cost_key": cost_key, "action_bound": action_bound, "max_bytes": limit}
+    try:
+        child = subprocess.run(
+            [sys.executable, "-P", "-m", "qpt.data.validation", json.dumps(order)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout,
+            check=False,
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},  # threads map memory too
+        )
+    except subprocess.TimeoutExpired:
+        return f"{path}: reading it takes more than {timeout:.0f} seconds; the file is damaged or too large"
+    for line in child.stdout.decode("utf-8", "replace").splitlines():
+        if line.startswith(_ANSWER):
+            answer: str | None = json.loads(line.removeprefix(_ANSWER))
+            return answer
+    how = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
+    return f"{path}: reading it crashes the HDF5 library ({how}); the file is damaged, copy or download it again"
+
+
+def _child(order: dict[str, str | float | None]) -> str | None:
+    limit = int(order.pop("max_bytes") or 0)
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        # Conversions need some room beside the data.
+        resource.setrlimit(resource.RLIMIT_AS, (2 * limit + _OVERHEAD,) * 2)
+    except (ImportError, ValueError, OSError):  # not on this system: the other checks stand
+        pass
+    from qpt.data.files import read
+
+    try:
+        read(max_bytes=limit, **order)  # type: ignore[arg-type]
+    except QptError as error:
+        return str(error)
+    except MemoryError:
+        return f"{order['path']}: the data do not fit into memory"
+    return None
+
+
+if __name__ == "__main__":
+    print(_ANSWER + json.dumps(_child(json.loads(sys.argv[1]))), flush=True)

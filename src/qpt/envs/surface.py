@@ -1,0 +1,162 @@
+"""The one surface: what every simulator looks like from outside, in one flat wrapper (a stack of them costs time)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.spaces import Box
+from numpy.typing import NDArray
+
+from qpt.errors import QptError
+
+Array = NDArray[np.float32]
+SEEDS = 2**31 - 1  # every simulator takes seeds below this
+
+
+@dataclass(frozen=True)
+class Simulator:
+    """A simulator as its adapter hands it over; `env` is the bare one."""
+
+    env: Any
+    observation_dim: int
+    action_dim: int
+    reset: Callable[[int | None], tuple[Any, dict[str, Any]]]
+    step: Callable[[Array], tuple[Any, ...]]  # Gymnasium's five, or Safety-Gymnasium's six with the cost third
+    close: Callable[[], None]
+    render: Callable[[], Any] | None = None
+    always_seed: bool = True  # reset() without a seed draws one from the wrapper's own generator
+
+
+@contextlib.contextmanager
+def own_numpy_state(seed: int | None) -> Iterator[None]:
+    """Let a simulator that draws from numpy's global state do so from `seed`, and give the caller's state back."""
+    callers = np.random.get_state()  # noqa: NPY002
+    try:
+        np.random.seed(seed)  # noqa: NPY002
+        yield
+    finally:
+        np.random.set_state(callers)  # noqa: NPY002
+
+
+class SafeEnv(gymnasium.Env[Array, Array]):
+    """A Gymnasium environment with float32 observations, actions in [-1, 1] and a float in `info["cost"]`."""
+
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012  (Gymnasium's own convention)
+
+    def __init__(self, simulator: Simulator, horizon: int | None, *, name: str, render: bool = False) -> None:
+        self.simulator = simulator.env  # the bare environment
+        self.name = name
+        self.horizon = horizon
+        self.render_mode = "rgb_array" if render else None
+        self.observation_space: Box = Box(-np.inf, np.inf, (simulator.observation_dim,), np.float32)
+        self.action_space: Box = Box(-1.0, 1.0, (simulator.action_dim,), np.float32)
+        self._simulator = simulator
+        self._step = simulator.step
+        self._observation_shape = self.observation_space.shape
+        self._action_shape = self.action_space.shape
+        self._low, self._high = np.float32(-1), np.float32(1)
+        self._last = float("inf") if horizon is None else horizon
+        self._steps = 0
+        self._running = False
+        self._closed = False
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
+        """Begin an episode. The same seed gives the same episode; without one, the last seed's sequence goes on."""
+        del options  # no simulator has any
+        if seed is not None and not 0 <= seed < SEEDS:
+            raise QptError(f"the seed {seed} is out of range; choose one from 0 to {SEEDS - 1}")
+        super().reset(seed=seed)
+        if seed is None and self._simulator.always_seed:
+            seed = int(self.np_random.integers(SEEDS))
+        observation, info = self._simulator.reset(None if seed is None else int(seed))
+        self._steps, self._running = 0, True
+        return self._observed(observation), info
+
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:  # type: ignore[override]
+        if not self._running:
+            raise QptError(f"{self.name}: there is no running episode; call reset() before step()")
+        action = np.asarray(action, np.float32)
+        if action.shape != self._action_shape:
+            raise QptError(f"{self.name} takes actions of shape {self._action_shape}, not {action.shape}")
+        action = np.minimum(np.maximum(action, self._low), self._high)
+        if not action.dot(action) < np.inf:  # cheaper than isfinite
+            raise QptError(f"{self.name}: the action {action.tolist()} is not a number; check the policy that gave it")
+
+        result = self._step(action)
+        if len(result) == 6:
+            observation, reward, cost, terminated, truncated, info = result
+        else:
+            observation, reward, terminated, truncated, info = result
+            try:
+                cost = info["cost"]
+            except KeyError:
+                raise QptError(f'{self.name} gives no cost; put one into info["cost"] at every step') from None
+        info["cost"] = float(cost)
+        self._steps += 1
+        terminated = bool(terminated)
+        truncated = not terminated and (bool(truncated) or self._steps >= self._last)
+        self._running = not (terminated or truncated)
+        return self._observed(observation), float(reward), terminated, truncated, info
+
+    def _observed(self, observation: Any) -> Array:
+        array = np.array(observation, np.float32)  # a copy: simulators may reuse theirs
+        if array.shape != self._observation_shape:
+            raise QptError(f"{self.name} gave an observation of shape {array.shape}, not {self._observation_shape}")
+        return array
+
+    def render(self) -> NDArray[np.uint8]:  # type: ignore[override]
+        """One RGB picture of the present state, [height, width, 3]."""
+        if self._simulator.render is None:
+            raise QptError(f"{self.name} cannot draw; make it with make_env(task, render=True)")
+        frame = self._simulator.render()
+        if frame is None:
+            raise QptError(f'{self.name} gave no picture; make the environment with render_mode="rgb_array"')
+        return np.ascontiguousarray(frame, np.uint8)
+
+    def close(self) -> None:
+        self._running = False
+        if not self._closed:
+            self._closed = True
+            self._simulator.close()
+
+
+def wrap_env(env: Any, horizon: int | None = None, *, name: str | None = None) -> SafeEnv:
+    """Put an environment of one's own behind the surface; Box actions with finite bounds are rescaled to [-1, 1].
+
+    `env` is any Gymnasium environment with `info["cost"]`, or one whose step gives Safety-Gymnasium's six values.
+    """
+    if isinstance(env, SafeEnv):
+        return env
+    name = name or type(getattr(env, "unwrapped", env)).__name__
+    observations, actions = getattr(env, "observation_space", None), getattr(env, "action_space", None)
+    if not isinstance(observations, Box) or len(observations.shape) != 1:
+        raise QptError(
+            f"{name} has observations {observations}, not a flat Box; use gymnasium.wrappers.FlattenObservation"
+        )
+    if not isinstance(actions, Box) or len(actions.shape) != 1:
+        raise QptError(f"{name} has actions {actions}, but only flat Box (continuous) action spaces can be used")
+    if not (np.isfinite(actions.low).all() and np.isfinite(actions.high).all()):
+        raise QptError(f"{name} has actions without finite bounds ({actions}); give its action_space a low and a high")
+    dtype, low, high = actions.dtype, actions.low.astype(np.float64), actions.high.astype(np.float64)
+
+    def scaled_step(action: Array) -> tuple[Any, ...]:
+        scaled = low + 0.5 * (action.astype(np.float64) + 1.0) * (high - low)
+        return tuple(env.step(np.clip(scaled, low, high).astype(dtype)))
+
+    same = dtype == np.float32 and bool((low == -1).all() and (high == 1).all())
+    simulator = Simulator(
+        env=env,
+        observation_dim=observations.shape[0],
+        action_dim=actions.shape[0],
+        reset=lambda seed: env.reset(seed=seed),
+        step=env.step if same else scaled_step,
+        close=env.close,
+        render=getattr(env, "render", None),
+        always_seed=False,
+    )
+    return SafeEnv(simulator, horizon, name=name, render=getattr(env, "render_mode", None) == "rgb_array")

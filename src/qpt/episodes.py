@@ -1,0 +1,196 @@
+"""Episodes: the results of evaluations, one row an episode, as a table with provenance."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qpt import __version__, stats
+from qpt.data.trajectories import Trajectories
+from qpt.errors import QptError, require
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Strings = npt.NDArray[np.str_]
+
+
+@dataclass(frozen=True, eq=False)
+class Episodes:
+    """The results of evaluations, as columns with one entry an episode. `seed` is the evaluation's."""
+
+    task: Strings
+    algorithm: Strings
+    checkpoint: Strings
+    seed: Ints
+    cost_limit: Floats
+    episode: Ints  # episodes of the same number and seed start alike at every limit
+    returns: Floats
+    costs: Floats
+    lengths: Ints
+    ended_by: Strings  # "terminal" or "timeout"
+    fallback_share: Floats  # NaN where the policy has no fallback
+    normalized_return: Floats
+    normalized_cost: Floats
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    trajectories: Trajectories | None = None  # in the order of the rows; not saved with the table
+
+    def __len__(self) -> int:
+        return len(self.returns)
+
+    def select(self, mask: npt.ArrayLike) -> Episodes:
+        """The rows of a mask or of indices."""
+        index = np.flatnonzero(mask) if np.asarray(mask).dtype == bool else np.asarray(mask, np.int64)
+        parts = {name: getattr(self, name)[index] for name in _COLUMNS}
+        trajectories = self.trajectories.select(index) if self.trajectories is not None else None
+        return Episodes(**parts, provenance=self.provenance, trajectories=trajectories)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Episodes]) -> Episodes:
+        """The rows of all parts, with the provenance of each."""
+        if not parts:
+            raise QptError("there are no episodes to put together")
+        columns = {name: np.concatenate([getattr(p, name) for p in parts]) for name in _COLUMNS}
+        return cls(**columns, provenance={"parts": [dict(p.provenance) for p in parts]})
+
+    def summary(self, confidence: float = 0.95) -> list[dict[str, Any]]:
+        """One line for each task, algorithm, checkpoint and limit: means with intervals, and how sure it is that it is safe."""
+        keys = list(zip(self.task, self.algorithm, self.checkpoint, self.cost_limit, strict=True))
+        lines = []
+        for key in dict.fromkeys(keys):
+            part = self.select(np.array([k == key for k in keys]))
+            limit = float(key[3])
+            within = int((part.costs <= limit).sum())
+            lines.append(
+                {
+                    "task": str(key[0]),
+                    "algorithm": str(key[1]),
+                    "checkpoint": str(key[2]),
+                    "cost_limit": limit,
+                    "episodes": len(part),
+                    "return": float(part.returns.mean()),
+                    "return_interval": stats.bootstrap_mean_interval(part.returns, confidence),
+                    "cost": float(part.costs.mean()),
+                    "cost_interval": stats.bootstrap_mean_interval(part.costs, confidence),
+                    "normalized_return": float(part.normalized_return.mean()),
+                    "normalized_return_interval": stats.bootstrap_mean_interval(part.normalized_return, confidence),
+                    "normalized_cost": float(part.normalized_cost.mean()),
+                    "normalized_cost_interval": stats.bootstrap_mean_interval(part.normalized_cost, confidence),
+                    "within_limit": within / len(part),
+                    "within_limit_interval": stats.wilson_interval(within, len(part), confidence),
+                    "cost_cvar": stats.cvar(part.costs, 0.1),
+                    "fallback_share": float(part.fallback_share.mean()),
+                    "length": float(part.lengths.mean()),
+                }
+            )
+        return lines
+
+    def save(self, path: str | Path) -> Path:
+        """Write a table: .csv (its provenance goes to `<name>.csv.json`) or .parquet (provenance in the file's metadata)."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        columns = {_COLUMNS[name]: getattr(self, name).tolist() for name in _COLUMNS}
+        provenance = json.dumps(self.provenance, indent=1, default=str)
+        if path.suffix == ".parquet":
+            arrow, parquet = require("pyarrow", "parquet"), require("pyarrow.parquet", "parquet")
+            table = arrow.table(columns).replace_schema_metadata({"qpt": provenance})
+            parquet.write_table(table, temporary)
+        elif path.suffix == ".csv":
+            with temporary.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.writer(file)
+                writer.writerow(columns)
+                writer.writerows(zip(*columns.values(), strict=True))
+            path.with_name(f"{path.name}.json").write_text(provenance + "\n", encoding="utf-8")
+        else:
+            raise QptError(f"a table is saved as .csv or .parquet, not as {path.name!r}; change the ending")
+        temporary.replace(path)
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Episodes:
+        """Read a table that `save` wrote."""
+        path = Path(path)
+        if not path.is_file():
+            raise QptError(f"there is no table {path}; `qpt evaluate --out` writes one")
+        provenance: dict[str, Any] = {}
+        if path.suffix == ".parquet":
+            table = require("pyarrow.parquet", "parquet").read_table(path)
+            columns: dict[str, list[Any]] = table.to_pydict()
+            provenance = json.loads((table.schema.metadata or {}).get(b"qpt", b"{}"))
+        else:
+            with path.open(newline="", encoding="utf-8") as file:
+                rows = list(csv.reader(file))
+            header = rows[0] if rows else []
+            if any(len(row) != len(header) for row in rows):
+                raise QptError(f"the table {path} has rows of different lengths; it may be cut off: write it again")
+            columns = {name: [row[i] for row in rows[1:]] for i, name in enumerate(header)}
+            side = path.with_name(f"{path.name}.json")
+            if side.is_file():
+                provenance = json.loads(side.read_text(encoding="utf-8"))
+        missing = [name for name in _COLUMNS.values() if name not in columns]
+        if missing:
+            raise QptError(f"the table {path} has no column {missing[0]!r}; it was not written by `qpt evaluate`")
+        kinds: dict[str, Any] = {"Strings": np.str_, "Ints": np.int64, "Floats": np.float64}
+        types = {f.name: kinds[str(f.type)] for f in fields(cls) if f.name in _COLUMNS}
+        try:
+            return cls(**{k: np.array(columns[v], types[k]) for k, v in _COLUMNS.items()}, provenance=provenance)
+        except ValueError as error:
+            raise QptError(f"the table {path} cannot be read: {error}") from error
+
+
+# attribute: name in the table ("return" cannot be an attribute)
+_COLUMNS = {
+    f.name: {"returns": "return", "costs": "cost", "lengths": "length"}.get(f.name, f.name)
+    for f in fields(Episodes)
+    if f.name not in ("provenance", "trajectories")
+}
+
+
+def provenance() -> dict[str, Any]:
+    """Where results come from: versions, command, commit, machine, time."""
+    versions = {"qpt": __version__, "python": platform.python_version()}
+    for name in (
+        "numpy",
+        "torch",
+        "gymnasium",
+        "mujoco",
+        "pybullet",
+        "bullet-safety-gym",
+        "safety-gymnasium",
+        "metadrive-simulator",
+    ):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+            stdin=subprocess.DEVNULL,
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        commit = None
+    return {
+        "versions": versions,
+        "command": sys.argv,
+        "commit": commit,
+        "machine": platform.platform(),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }

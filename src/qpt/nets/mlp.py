@@ -1,0 +1,48 @@
+"""Stacked multi-layer perceptrons: E networks of one shape, run as batched matrix products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mish": nn.functional.mish,
+    "relu": nn.functional.relu,
+    "tanh": torch.tanh,
+    "gelu": nn.functional.gelu,
+}
+
+
+class StackedMLP(nn.Module):
+    """E independent perceptrons over the same sizes; `sizes` lists the layers from input to output."""
+
+    def __init__(self, members: int, sizes: Sequence[int], activation: str = "mish") -> None:
+        super().__init__()
+        self.members, self.activation = members, ACTIVATIONS[activation]
+        self.weights = nn.ParameterList()
+        self.biases = nn.ParameterList()
+        for inputs, outputs in zip(sizes[:-1], sizes[1:], strict=True):
+            bound = 1 / math.sqrt(inputs)  # torch.nn.Linear's own initialisation
+            self.weights.append(nn.Parameter(torch.empty(members, inputs, outputs).uniform_(-bound, bound)))
+            self.biases.append(nn.Parameter(torch.empty(members, 1, outputs).uniform_(-bound, bound)))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[..., in], shared by all members -> [E, ..., out]."""
+        shape = inputs.shape[:-1]
+        x = inputs.reshape(1, -1, inputs.shape[-1]).expand(self.members, -1, -1)
+        return self._run(x).reshape(self.members, *shape, -1)
+
+    def each(self, inputs: Tensor) -> Tensor:
+        """[E, ..., in], an input of its own for every member -> [E, ..., out]."""
+        x = inputs.reshape(self.members, -1, inputs.shape[-1])
+        return self._run(x).reshape(*inputs.shape[:-1], -1)
+
+    def _run(self, x: Tensor) -> Tensor:
+        for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            x = torch.baddbmm(bias, x, weight)
+            if i < len(self.weights) - 1:
+                x = self.activation(x)
+        return x
