@@ -153,6 +153,16 @@ def test_osrls_rule_is_what_plain_loops_give(max_reward: float, degree: int, see
     np.testing.assert_allclose(np.array(rows(got)), np.array(expected), rtol=1e-9)
 
 
+def test_crowded_cells_are_thinned_as_in_plain_loops() -> None:
+    rng = np.random.default_rng(3)
+    costs = rng.integers(0, 11, 500)
+    data = episodes(costs, 10.0 * costs + rng.integers(0, 3, 500) + rng.uniform(0, 0.01, 500))  # 33 cells of about 15
+    expected = slow_osrl(data, 0.5, 200.0, 1, 20.0, 1.0, 1.0, 5)
+    got = augment(data, rule="osrl", fraction=0.5, max_reward=200, degree=1, max_reward_decrease=20, seed=5)
+    assert len(got) < 0.45 * len(data)
+    assert [row[0] for row in rows(got)] == [row[0] for row in expected]
+
+
 def test_shared_episodes_are_given_away_in_proportion_to_nearness() -> None:
     """Three safer episodes at distances 0, 1 and 3 of the shared one: weights 1 : 1/2 : 1/4."""
     data = episodes([5, 4, 2, 9], [100, 100, 100, 0])
@@ -316,6 +326,7 @@ def test_the_tasks_constants_are_used_unless_overridden() -> None:
     assert [fit.degree() for fit in fits if fit is not None] == [1, 0]
     spread = float(np.ptp(data.returns))
     assert augment(data).max_reward == pytest.approx(data.returns.max() + 0.1 * spread)
+    assert rows(augment(data, rule="osrl")) == rows(augment(data, rule="osrl", max_reward_decrease=0.2 * spread))
     assert augment(data, rule="osrl").max_reward == pytest.approx(data.returns.max() + 0.1 * spread + 1)
 
 

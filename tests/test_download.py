@@ -6,6 +6,7 @@ import errno
 import hashlib
 import io
 import multiprocessing
+import os
 import shutil
 import socket
 import threading
@@ -22,6 +23,7 @@ from qpt.cli.data_download import download as command
 from qpt.data import download as room
 from qpt.data import validation
 from qpt.data.download import cache_dir, download, find_cached, mirrors, verify
+from qpt.data.fetch import write_note
 from qpt.data.files import read
 from qpt.errors import QptError
 from qpt.tasks import Task
@@ -197,7 +199,7 @@ def test_a_later_call_resumes_what_an_earlier_one_left(server: Server, folder: P
 def test_a_download_that_was_only_not_renamed_is_taken_as_it_is(server: Server) -> None:
     path = fetch(server)
     part = room._part_of(path, f"{server.url}/{NAME}", True)
-    room._write_note(part, '"one"', len(CONTENT))
+    write_note(part, '"one"', len(CONTENT))
     path.rename(part)
     assert fetch(server).read_bytes() == CONTENT
     assert len(server.requests) == 1
@@ -242,9 +244,33 @@ def test_a_server_that_ignores_if_range_is_caught_by_the_length(server: Server) 
     assert "range" not in server.requests[2]
 
 
-def test_chunks_without_a_length_are_read(server: Server) -> None:
+def test_a_file_without_a_length_is_read(server: Server) -> None:
     server.length_header = False
     assert fetch(server).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("pieces", [17, 3])
+def test_a_chunked_answer_is_read_and_resumed(server: Server, pieces: int) -> None:
+    """17 pieces are the whole file; 3 of them stop without the chunk that says: that was all."""
+
+    def trouble(handler: Handler, n: int) -> bool:
+        if n == 1:
+            handler.protocol_version = "HTTP/1.1"
+            handler.close_connection = True
+            handler.send_response(200)
+            handler.send_header("Transfer-Encoding", "chunked")
+            handler.send_header("ETag", server.etag)
+            handler.end_headers()
+            for start in range(0, len(CONTENT), 100_000)[:pieces]:
+                piece = CONTENT[start : start + 100_000]
+                handler.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+            if pieces * 100_000 >= len(CONTENT):
+                handler.wfile.write(b"0\r\n\r\n")
+        return n == 1
+
+    server.trouble = trouble
+    assert fetch(server).read_bytes() == CONTENT
+    assert [r.get("range") for r in server.requests] == ([None] if pieces == 17 else [None, "bytes=300000-"])
 
 
 def test_a_stalled_connection_is_dropped_and_resumed(server: Server) -> None:
@@ -420,7 +446,7 @@ def test_a_disk_that_fills_up_meanwhile_is_one_sentence(server: Server, monkeypa
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(room.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(QptError, match="too full"):
         fetch(server)
 

@@ -1,4 +1,4 @@
-"""Damaged and hostile files: each read in a process of its own, with limits; one sentence or good data, and nothing else.
+"""Damaged and hostile files, each read in a process of its own, with limits: one sentence or good data, nothing else.
 
 As a script it reads mutants number FIRST to FIRST + COUNT - 1 and prints one JSON line each.
 """
@@ -27,12 +27,12 @@ from qpt.data.files import read
 from qpt.data.validation import validate
 from qpt.errors import QptError
 
-SECONDS = 20  # for one file; they take milliseconds
+SECONDS = 15  # for one file; they take milliseconds
 MAX_BYTES = 2**26
 RESIDENT_KB = 700_000  # Python and the libraries included
 
 
-# -- the files that are damaged ------------------------------------------------------------------------------------------
+# -- the files that are damaged ----------------------------------------------------------------------------------------
 
 
 def columns(rng: np.random.Generator, episodes: int = 3, length: int = 12) -> dict[str, np.ndarray]:
@@ -73,11 +73,10 @@ def originals() -> list[bytes]:
         hdf5(wide, chunks=True, compression="gzip", shuffle=True),
         hdf5(arrays, libver="latest", chunks=True, compression="gzip", shuffle=True),
         hdf5(arrays, libver="latest", maxshape=None),
-        hdf5({k: v for k, v in arrays.items() if v.ndim == 2} | {k: wide[k] for k in wide if wide[k].shape[1] == 1}, chunks=True,
-             compression="lzf", fletcher32=True),
+        hdf5(wide, chunks=True, compression="lzf", fletcher32=True),
         stored.getvalue(),
         packed.getvalue(),
-    ]  # fmt: skip
+    ]
 
 
 def mutant(number: int, pool: list[bytes]) -> bytes:
@@ -85,7 +84,15 @@ def mutant(number: int, pool: list[bytes]) -> bytes:
     data = bytearray(pool[number % len(pool)])
     for _ in range(rng.integers(1, 4)):
         # Most of the structure lies at the beginning or, in zip files, at the end.
-        at = int(rng.choice([rng.integers(len(data)), rng.integers(min(len(data), 1200)), len(data) - 1 - rng.integers(min(len(data), 400))]))
+        at = int(
+            rng.choice(
+                [
+                    rng.integers(len(data)),
+                    rng.integers(min(len(data), 1200)),
+                    len(data) - 1 - rng.integers(min(len(data), 400)),
+                ]
+            )
+        )
         match int(rng.integers(7)):
             case 0:
                 data[at] ^= 1 << int(rng.integers(8))
@@ -108,7 +115,7 @@ def mutant(number: int, pool: list[bytes]) -> bytes:
     return bytes(data)
 
 
-# -- reading them --------------------------------------------------------------------------------------------------------
+# -- reading them ------------------------------------------------------------------------------------------------------
 
 
 def outcome(path: Path) -> dict[str, Any]:
@@ -151,12 +158,13 @@ def sweep(first: int, count: int, folder: Path) -> Counter[str]:
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["number"] for row in rows] == list(range(first, first + count))
     for row in rows:
-        assert row["kind"] in ("read", "sentence", "crash"), row
-        assert row["resident_kb"] < RESIDENT_KB, row
+        assert row["kind"] != "traceback", row
         if row["kind"] == "sentence":
             judge(row["text"])
-        if row["kind"] == "crash":  # libhdf5's own; whoever does not trust a file asks `validate`, and lives
-            path = folder / f"crash-{row['number']}"
+        if row["kind"] in ("crash", "hang") or row["resident_kb"] > RESIDENT_KB:
+            # libhdf5's own doing; whoever does not trust a file asks `validate`, and lives.
+            row["kind"] = "harm"
+            path = folder / f"mutant-{row['number']}"
             path.write_bytes(mutant(row["number"], originals()))
             judge(validate(path, max_bytes=MAX_BYTES, timeout=SECONDS) or "")
     return Counter(row["kind"] for row in rows)
@@ -170,19 +178,19 @@ def judge(text: str) -> None:
 
 
 def test_mutants(tmp_path: Path) -> None:
-    kinds = sweep(0, 420, tmp_path)
-    assert kinds["sentence"] > 150  # the mutations do damage
+    kinds = sweep(0, 350, tmp_path)
+    assert kinds["sentence"] > 120  # the mutations do damage
     assert kinds["read"] > 20  # and not only to the signature
-    assert kinds["crash"] <= 4
+    assert kinds["harm"] <= 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(1_000, 11_000, 1_000))
 def test_many_mutants(first: int, tmp_path: Path) -> None:
-    assert sweep(first, 1_000, tmp_path)["crash"] <= 10
+    assert sweep(first, 1_000, tmp_path)["harm"] <= 3
 
 
-# -- files made to do harm -----------------------------------------------------------------------------------------------
+# -- files made to do harm ---------------------------------------------------------------------------------------------
 
 
 def hostile(path: Path, what: str) -> None:
@@ -230,13 +238,13 @@ def hostile(path: Path, what: str) -> None:
             case "huge chunk":
                 file.create_dataset("costs", (n,), "f4", maxshape=(None,), chunks=(2**29,), compression="gzip")
             case "chunk bomb" | "chunk bomb twice":
-                bomb = zlib.compress(bytes(2**27), 9)
+                bomb = zlib.compress(bytes(2**26), 9)
                 kind = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
                 kind.set_chunk((n,))
                 kind.set_deflate(9)
                 if what.endswith("twice"):
                     kind.set_deflate(9)
-                    bomb = zlib.compress(zlib.compress(bytes(2**28), 9), 9)
+                    bomb = zlib.compress(zlib.compress(bytes(2**26), 9), 9)
                 space = h5py.h5s.create_simple((n,))
                 made = h5py.h5d.create(file.id, b"costs", h5py.h5t.IEEE_F32LE, space, kind)
                 made.write_direct_chunk((0,), bomb)
@@ -348,7 +356,7 @@ def test_zip_bomb(tmp_path: Path) -> None:
         for name, values in arrays.items():
             buffer = io.BytesIO()
             np.save(buffer, values)
-            content = buffer.getvalue() + (bytes(2**28) if name == "costs" else b"")
+            content = buffer.getvalue() + (bytes(2**27) if name == "costs" else b"")
             archive.writestr(f"{name}.npy", content)
     found = outcome(path)
     assert found["kind"] == "sentence"
@@ -401,7 +409,7 @@ def test_what_is_not_a_file(name: str, tmp_path: Path) -> None:
     assert found["kind"] == "sentence"
 
 
-# -- validate ------------------------------------------------------------------------------------------------------------
+# -- validate ----------------------------------------------------------------------------------------------------------
 
 
 def test_validate_survives_a_crash_and_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

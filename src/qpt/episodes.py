@@ -53,7 +53,7 @@ class Episodes:
     def select(self, mask: npt.ArrayLike) -> Episodes:
         """The rows of a mask or of indices."""
         index = np.flatnonzero(mask) if np.asarray(mask).dtype == bool else np.asarray(mask, np.int64)
-        parts = {name: getattr(self, name)[index] for name in _COLUMNS}
+        parts: dict[str, Any] = {name: getattr(self, name)[index] for name in _COLUMNS}
         trajectories = self.trajectories.select(index) if self.trajectories is not None else None
         return Episodes(**parts, provenance=self.provenance, trajectories=trajectories)
 
@@ -62,11 +62,11 @@ class Episodes:
         """The rows of all parts, with the provenance of each."""
         if not parts:
             raise QptError("there are no episodes to put together")
-        columns = {name: np.concatenate([getattr(p, name) for p in parts]) for name in _COLUMNS}
+        columns: dict[str, Any] = {name: np.concatenate([getattr(p, name) for p in parts]) for name in _COLUMNS}
         return cls(**columns, provenance={"parts": [dict(p.provenance) for p in parts]})
 
     def summary(self, confidence: float = 0.95) -> list[dict[str, Any]]:
-        """One line for each task, algorithm, checkpoint and limit: means with intervals, and how sure it is that it is safe."""
+        """One line for each task, algorithm, checkpoint and limit: means with intervals, and P(safe)."""
         keys = list(zip(self.task, self.algorithm, self.checkpoint, self.cost_limit, strict=True))
         lines = []
         for key in dict.fromkeys(keys):
@@ -98,7 +98,7 @@ class Episodes:
         return lines
 
     def save(self, path: str | Path) -> Path:
-        """Write a table: .csv (its provenance goes to `<name>.csv.json`) or .parquet (provenance in the file's metadata)."""
+        """Write a table: .csv (provenance beside it, in `<name>.csv.json`) or .parquet (provenance in its metadata)."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -146,9 +146,10 @@ class Episodes:
         kinds: dict[str, Any] = {"Strings": np.str_, "Ints": np.int64, "Floats": np.float64}
         types = {f.name: kinds[str(f.type)] for f in fields(cls) if f.name in _COLUMNS}
         try:
-            return cls(**{k: np.array(columns[v], types[k]) for k, v in _COLUMNS.items()}, provenance=provenance)
+            arrays: dict[str, Any] = {k: np.array(columns[v], types[k]) for k, v in _COLUMNS.items()}
         except ValueError as error:
             raise QptError(f"the table {path} cannot be read: {error}") from error
+        return cls(**arrays, provenance=provenance)
 
 
 # attribute: name in the table ("return" cannot be an attribute)

@@ -30,7 +30,7 @@ _log = logging.getLogger("qpt")
 
 
 class EpisodePolicy(Protocol):
-    """What `evaluate` asks of a policy: n rows, each in an episode of its own. Noise must come from the row's seed alone."""
+    """What `evaluate` asks of a policy: n rows, each in an episode of its own. Noise comes from the row's seed."""
 
     limit_mode: Literal["live", "trained", "ignored"]  # the limit is obeyed, was fixed in training, plays no part
     observation_dim: int | None  # None: takes any
@@ -70,7 +70,7 @@ class CallablePolicy:
     def restart(self, indices: Ints, *, cost_limits: Floats, seeds: Ints) -> None:
         pass
 
-    def act(self, observations: Float32s, active: Flags) -> Float32s:
+    def act(self, observations: Float32s, active: Flags) -> Float32s:  # noqa: ARG002
         return np.asarray(self.function(observations), np.float32)
 
     def observe(self, rewards: Float32s, costs: Float32s) -> None:
@@ -80,7 +80,7 @@ class CallablePolicy:
         return {}
 
 
-def ConstantPolicy(action: npt.ArrayLike) -> CallablePolicy:  # noqa: N802 (made and named like the policies beside it)
+def ConstantPolicy(action: npt.ArrayLike) -> CallablePolicy:
     """The same action at every step."""
     row = np.asarray(action, np.float32).reshape(1, -1)
     return CallablePolicy(lambda observations: np.repeat(row, len(observations), axis=0), "constant")
@@ -96,14 +96,14 @@ class RandomPolicy:
     def __init__(self, action_dim: int) -> None:
         self.action_dim = action_dim
 
-    def reset(self, n: int, *, cost_limits: Floats, seeds: Ints) -> None:
+    def reset(self, n: int, *, cost_limits: Floats, seeds: Ints) -> None:  # noqa: ARG002
         self.rngs = [np.random.default_rng(seed) for seed in seeds.tolist()]
 
-    def restart(self, indices: Ints, *, cost_limits: Floats, seeds: Ints) -> None:
+    def restart(self, indices: Ints, *, cost_limits: Floats, seeds: Ints) -> None:  # noqa: ARG002
         for i, seed in zip(indices.tolist(), seeds.tolist(), strict=True):
             self.rngs[i] = np.random.default_rng(seed)
 
-    def act(self, observations: Float32s, active: Flags) -> Float32s:
+    def act(self, observations: Float32s, active: Flags) -> Float32s:  # noqa: ARG002
         actions = np.zeros((len(active), self.action_dim), np.float32)
         for i in np.flatnonzero(active).tolist():
             actions[i] = self.rngs[i].uniform(-1.0, 1.0, self.action_dim)
@@ -160,7 +160,7 @@ def evaluate(
     named = {"task": task.name, "algorithm": getattr(policy, "algorithm", type(policy).__name__)}
     named["checkpoint"] = str(getattr(policy, "checkpoint", None) or "")
     return Episodes(
-        **{name: np.full(total, text, np.str_) for name, text in named.items()},  # type: ignore[arg-type]
+        **{name: np.full(total, text) for name, text in named.items()},
         seed=np.full(total, seed, np.int64),
         cost_limit=limit,
         episode=number,
@@ -189,7 +189,7 @@ def evaluate(
 
 
 class _Run:
-    """The state of one evaluation. Episode e has limit e // episodes and number e % episodes, and runs in row e % slots."""
+    """The state of one evaluation. Episode e has limit e // episodes, number e % episodes and row e % slots."""
 
     def __init__(
         self, policy: EpisodePolicy, pool: EnvPool, episodes: int, limits: Floats, seed: int, record: bool
@@ -197,12 +197,8 @@ class _Run:
         self.policy, self.pool, self.record = policy, pool, record
         self.total, n = episodes * len(limits), pool.sizes[0]
         self.limits = np.repeat(limits, episodes)  # [total], like the next two
-        self.env_seeds = np.tile([_derive(seed, 0, i) % (2**31 - 1) for i in range(episodes)], len(limits)).astype(
-            np.int64
-        )
-        self.noise_seeds = np.array(
-            [_derive(seed, 1, k, i) for k in range(len(limits)) for i in range(episodes)], np.int64
-        )
+        seeds = [episode_seeds(seed, k, i) for k in range(len(limits)) for i in range(episodes)]
+        self.env_seeds, self.noise_seeds = np.array(seeds, np.int64).T.copy()
         self.returns, self.costs, self.fallback = (
             np.zeros(self.total),
             np.zeros(self.total),
@@ -224,7 +220,7 @@ class _Run:
         self._schedule()
 
     def tick(self) -> bool:
-        """One decision and one step of every running episode, and the reset of those that begin; False when all are done."""
+        """One decision and step of every running episode, and the reset of those that begin; False if all are done."""
         shared, n = self.pool.arrays, len(self.episode)
         active, starting = self.running.copy(), self.starting.copy()
         if not (active.any() or starting.any()):
@@ -259,9 +255,10 @@ class _Run:
 
     def _actions(self, observations: Float32s, active: Flags) -> Float32s:
         actions = np.asarray(self.policy.act(observations, active), np.float32)
-        if actions.shape != self.pool.arrays.actions.shape:
+        name, shape = self.pool.task.name, self.pool.arrays.actions.shape
+        if actions.shape != shape:
             raise QptError(
-                f"the policy gives actions of shape {list(actions.shape)}, but {self.pool.task.name} needs {list(self.pool.arrays.actions.shape)}"
+                f"the policy gives actions of shape {list(actions.shape)}, but {name} needs {list(shape)} here"
             )
         bad = active & ~np.isfinite(actions).all(axis=1)
         if bad.any():
@@ -313,7 +310,7 @@ class _Run:
                 self.waiting[row], self.starting[row] = False, True
 
     def _lose(self, failure: Failure) -> Flags:
-        """Put the episodes of a replaced worker back to their start; gives up on one that brings it down again and again."""
+        """Put the episodes of a replaced worker back to their start; gives up on one that brings it down repeatedly."""
         lost = np.zeros(len(self.episode), bool)
         lost[failure.slots.start : failure.slots.stop] = True
         lost &= self.running | self.starting
@@ -325,7 +322,7 @@ class _Run:
         self.attempts[index] += 1
         if self.attempts[index] >= ATTEMPTS or len(self.incidents) >= ATTEMPTS + 20:
             raise QptError(
-                f"the evaluation cannot go on: a simulator process {failure.reason}\n({where}; tried {self.attempts[index]} times)"
+                f"a simulator process {failure.reason}\n({where}; given up after {self.attempts[index]} times)"
             )
         _log.warning(message)
         again = self.episode[lost]
@@ -375,9 +372,11 @@ def _check(
         )
 
 
-def _derive(*key: int) -> int:
-    """A number below 2**63 that any part of the key changes."""
-    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> np.uint64(1))
+def episode_seeds(seed: int, limit_index: int, number: int) -> tuple[int, int]:
+    """The seeds of an episode's environment, alike for every limit, and of the policy's noise in it."""
+    environment = np.random.SeedSequence((seed, 0, number)).generate_state(1, np.uint64)[0]
+    noise = np.random.SeedSequence((seed, 1, limit_index, number)).generate_state(1, np.uint64)[0]
+    return int(environment % np.uint64(2**31 - 1)), int(noise >> np.uint64(1))
 
 
 def _cores() -> int:
@@ -388,7 +387,7 @@ def _cores() -> int:
 def _bar(wanted: bool, task: Task, total: int) -> Iterator[Callable[[_Run], None]]:
     """A progress bar on stderr: episodes, steps/s, mean return and cost so far."""
     if not wanted:
-        yield lambda run: None
+        yield lambda _: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -41,7 +41,14 @@ def cost_return_plane(episodes: CostsAndReturns, limits: Sequence[float] = (), t
     # Few points may be large and clear; many must be small and faint to show where they are dense.
     crowd = min(max((len(costs) - 100) / 2000, 0.0), 1.0)
     axes.scatter(
-        costs, returns, s=26 - 16 * crowd, color=EPISODE, alpha=0.65 - 0.35 * crowd, linewidths=0, zorder=2, label="episode"
+        costs,
+        returns,
+        s=26 - 16 * crowd,
+        color=EPISODE,
+        alpha=0.65 - 0.35 * crowd,
+        linewidths=0,
+        zorder=2,
+        label="episode",
     )
     steps = np.unique(np.concatenate([costs, [right]]))
     axes.step(
@@ -69,11 +76,15 @@ def cost_return_plane(episodes: CostsAndReturns, limits: Sequence[float] = (), t
     axes.set_xlim(-0.02 * right, right)
     axes.set_xlabel("episode cost", color=INK)
     axes.set_ylabel("episode return", color=INK)
-    figure.suptitle(textwrap.fill(title, 70), x=0.015, ha="left", fontsize=12, fontweight="bold", color=INK, parse_math=False)
+    figure.suptitle(
+        textwrap.fill(title, 70), x=0.015, ha="left", fontsize=12, fontweight="bold", color=INK, parse_math=False
+    )
     if episodes.is_surrogate:
         note = str(episodes.info.get("note", ""))
         note = note if "surrogate" in note.lower() else f"surrogate data: {note}".rstrip(": ")
-        axes.set_title(textwrap.shorten(note, 110), loc="left", pad=16, fontsize=9, style="italic", color=WARNING, parse_math=False)
+        axes.set_title(
+            textwrap.shorten(note, 110), loc="left", pad=16, fontsize=9, style="italic", color=WARNING, parse_math=False
+        )
     figure.legend(loc="outside lower left", ncols=3, frameon=False, handletextpad=0.5, fontsize=9)
     return figure
 

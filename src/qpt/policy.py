@@ -26,15 +26,17 @@ class Policy:
 
     def __init__(
         self,
-        algorithm: Algorithm,
+        method: Algorithm,
         *,
         trained_limit: float | None = None,
         past_horizon: Literal["error", "clamp"] = "error",
         dtype: torch.dtype = torch.float32,
-        facts: dict[str, Any] | None = None,
+        name: str = "",
+        checkpoint: str = "",
     ) -> None:
-        self.algorithm, self.spec, self.limit_mode = algorithm, algorithm.spec, algorithm.limit_mode
-        self.trained_limit, self.past_horizon, self.dtype, self.facts = trained_limit, past_horizon, dtype, facts or {}
+        self.method, self.spec, self.limit_mode = method, method.spec, method.limit_mode
+        self.algorithm, self.checkpoint = name, checkpoint  # names, for results
+        self.trained_limit, self.past_horizon, self.dtype = trained_limit, past_horizon, dtype
         self.observation_dim, self.action_dim = self.spec.observation_dim, self.spec.action_dim
         self.count = 0
 
@@ -51,8 +53,8 @@ class Policy:
         """Begin n episodes. Without return targets, the best safe logged return for each limit is the target."""
         if n < 1:
             raise QptError(f"reset needs at least one episode, not {n}")
-        self.count, k = n, self.algorithm.context
-        self._device = next(iter(self.algorithm.state_dict().values())).device
+        self.count, k = n, self.method.context
+        self._device = next(iter(self.method.state_dict().values())).device
 
         def zeros(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
             return torch.zeros(n, *shape, dtype=dtype, device=self._device)
@@ -116,7 +118,8 @@ class Policy:
                 self._targets[row] = self._suggest(float(limit))
 
     def _suggest(self, limit: float) -> float:
-        return self.spec.suggest_return(limit) * float(getattr(self.algorithm.config, "target_factor", 1.0))
+        suggest = getattr(self.method, "suggest_return", self.spec.suggest_return)  # a method may know better targets
+        return float(suggest(limit)) * float(getattr(self.method.config, "target_factor", 1.0))
 
     # -- one step ----------------------------------------------------------------------------------------------------------
 
@@ -140,9 +143,9 @@ class Policy:
                 "restart it, or load the policy with past_horizon='clamp'"
             )
         context = self._advance(torch.from_numpy(seen).to(self._device, self.dtype), running)
-        self.algorithm.eval()
+        self.method.eval()
         with torch.no_grad():
-            decision = self.algorithm.act(context)
+            decision = self.method.act(context)
         actions = decision.actions.clamp(-1, 1)
         move = torch.from_numpy(running).to(self._device)
         at = torch.arange(self.count, device=self._device)
@@ -155,7 +158,7 @@ class Policy:
 
     def _advance(self, seen: Tensor, running: npt.NDArray[np.bool_]) -> Context:
         """Move the windows of running rows on by one step: a full window loses its oldest step."""
-        k = self.algorithm.context
+        k = self.method.context
         full = torch.from_numpy(running & (self._step >= k)).to(self._device)
         if full.any():
             for window in (self._observations, self._actions, self._earned, self._spent, self._steps):
@@ -245,11 +248,5 @@ def load_policy(
             algorithm.config = replace(algorithm.config, **settings)
         except TypeError as error:
             raise QptError(f"the {manifest['algorithm']} policy has no such setting: {error}") from error
-    facts = {
-        "algorithm": manifest["algorithm"],
-        "checkpoint": str(folder),
-        "step": manifest.get("step"),
-        "task": algorithm.spec.task,
-    }
     limit = getattr(algorithm.config, "cost_limit", None)
-    return Policy(algorithm, trained_limit=limit, past_horizon=past_horizon, facts=facts)
+    return Policy(algorithm, trained_limit=limit, past_horizon=past_horizon, name=manifest["algorithm"], checkpoint=str(folder))

@@ -1,4 +1,4 @@
-"""Honest numbers: intervals for means and IQM over seeds and episodes, P(safe), P(better), tail cost, selection rules."""
+"""Intervals for means and IQM over seeds and episodes, P(safe), P(better), tail cost, selection rules."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def iqm_interval(
 def paired_difference_interval(
     a: npt.ArrayLike, b: npt.ArrayLike, confidence: float = 0.95, samples: int = 10_000, seed: int = 0
 ) -> Interval:
-    """Bootstrap interval of mean(a - b) where a[i] and b[i] belong together, e.g. by training seed; excludes 0: they differ."""
+    """Bootstrap interval of mean(a - b) where a[i] and b[i] belong together, e.g. by training seed."""
     first, second = _values(a), _values(b)
     if first.shape != second.shape:
         raise QptError(f"a paired comparison needs as many values on both sides, not {len(first)} and {len(second)}")
@@ -79,7 +79,6 @@ def _bootstrap(
         if names.shape != values.shape:
             raise QptError(f"every value needs its group: there are {len(values)} values and {names.size} groups")
         parts = [values[names == name] for name in np.unique(names)]
-        # The means of a resampled seed do not depend on which seeds were drawn: resample each seed once per possible draw.
         drawn = (_resample_groups(parts, rng, count) for count in _portions(samples, len(values) * len(parts)))
     results = np.concatenate([statistic(part) for part in drawn])
     tail = (1 - confidence) / 2
@@ -170,7 +169,7 @@ def probability_of_improvement(a: npt.ArrayLike, b: npt.ArrayLike) -> float:
 
 
 def cvar(costs: npt.ArrayLike, alpha: float) -> float:
-    """The mean cost of the worst share `alpha` of episodes (1: the plain mean); the value on the edge counts in part."""
+    """The mean cost of the worst share `alpha` of episodes (1: the plain mean); the one on the edge counts in part."""
     if not 0 < alpha <= 1:
         raise QptError(f"the share of worst episodes lies above 0 and up to 1, not at {alpha:g}")
     worst = np.sort(_values(costs))[::-1]
@@ -183,7 +182,7 @@ def cvar(costs: npt.ArrayLike, alpha: float) -> float:
 
 
 def select_checkpoint(rows: Sequence[Mapping[str, float]], cost_limit: float) -> int:
-    """The index of the row to keep: the highest `return` among those whose `cost` meets the limit, else the lowest `cost`.
+    """The index of the row to keep: the highest `return` of those whose `cost` meets the limit, else the lowest `cost`.
 
     Ties go to the lower cost (or higher return), then to the later row.
     """

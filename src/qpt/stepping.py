@@ -21,15 +21,22 @@ class Stepper:
 
     def __init__(self, algorithm: Algorithm, sampler: Sampler, *, fast: bool, compile: bool) -> None:
         self.algorithm, self.sampler = algorithm, sampler
-        self._capture, self._warm, self._graph = fast, 3, None
+        self._capture, self._warm = fast, 3
+        self._graph: Any = None
+        self._phase: int | None = None
         self._metrics: dict[str, Tensor] = {}
         if compile:
             for name in algorithm.compilable:
                 setattr(algorithm, name, torch.compile(getattr(algorithm, name)))
 
     def step(self) -> dict[str, Tensor]:
+        phase = getattr(self.algorithm, "phase", None)
+        if phase != self._phase:  # a method of several stages: from here on its step is another one
+            self._phase, self._graph, self._warm = phase, None, 3
         if self._graph is not None:
             self._graph.replay()
+            if hasattr(self.algorithm, "host_step"):  # a replay runs no Python, so the host's own count is moved here
+                self.algorithm.host_step += 1
             return self._metrics
         if not self._capture or self._warm > 0:
             self._warm -= 1
@@ -49,7 +56,7 @@ class Stepper:
     def _record(self) -> dict[str, Tensor]:
         graph = torch.cuda.CUDAGraph()
         graph.register_generator_state(self.sampler.generator)
-        before = self.sampler.generator.get_state()
+        before, host_step = self.sampler.generator.get_state(), getattr(self.algorithm, "host_step", None)
         try:
             with torch.cuda.graph(graph):
                 self._metrics = self.algorithm.update(self.sampler.sample())
@@ -59,10 +66,12 @@ class Stepper:
                 stacklevel=2,
             )
             self._capture = False
+            if host_step is not None:
+                self.algorithm.host_step = host_step  # type: ignore[attr-defined]
             torch.cuda.synchronize()
             self.sampler.generator = torch.Generator(before.device if before.is_cuda else "cuda")
             self.sampler.generator.set_state(before)
             return self._plain()
-        self._graph: Any = graph
+        self._graph = graph
         graph.replay()
         return self._metrics

@@ -88,6 +88,8 @@ _registered: dict[str, Task] = {}
 
 def register_task(task: Task) -> Task:
     """Make a task of one's own known by name, for this process; a name of DSRL's cannot be taken."""
+    if not task.name:
+        raise QptError("a task needs a name")
     if task.name in dsrl_tasks():
         raise QptError(f"the name {task.name!r} belongs to a DSRL task; give your task another name")
     _registered[task.name] = task

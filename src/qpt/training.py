@@ -246,7 +246,7 @@ class _Session:
         trained = getattr(c.config, "cost_limit", None)
         limits = (trained,) if self.algorithm.limit_mode == "trained" and trained is not None else c.eval_limits
         episodes = evaluate(
-            Policy(self.algorithm, trained_limit=trained),
+            Policy(self.algorithm, trained_limit=trained, name=c.algorithm),
             task,
             episodes=c.eval_episodes,
             cost_limits=limits,
@@ -256,14 +256,14 @@ class _Session:
         self.algorithm.train()
         row: dict[str, Any] = {"step": self.step, "limits": []}
         for limit in limits:
-            part = episodes.at(limit)
+            part = episodes.select(episodes.cost_limit == limit)
             row["limits"].append(
                 {
                     "cost_limit": limit,
                     "return": float(part.returns.mean()),
                     "cost": float(part.costs.mean()),
-                    "normalized_return": float(part.normalized_returns.mean()),
-                    "normalized_cost": float(part.normalized_costs.mean()),
+                    "normalized_return": float(part.normalized_return.mean()),
+                    "normalized_cost": float(part.normalized_cost.mean()),
                 }
             )
             track(

@@ -135,6 +135,14 @@ class Algorithm(Protocol):
 # name: (module, class, config class); modules are imported when asked for
 ALGORITHMS: dict[str, tuple[str, str, str]] = {
     "qpt": ("qpt.algorithms.qpt", "QPT", "QPTConfig"),
+    "bc-safe": ("qpt.algorithms.bc", "BC", "BCConfig"),
+    "cdt": ("qpt.algorithms.cdt", "CDT", "CDTConfig"),
+    "bcq-lag": ("qpt.algorithms.bcq_lag", "BCQLag", "BCQLagConfig"),
+    "cpq": ("qpt.algorithms.cpq", "CPQ", "CPQConfig"),
+    "coptidice": ("qpt.algorithms.coptidice", "COptiDICE", "COptiDICEConfig"),
+    "fisor": ("qpt.algorithms.fisor", "FISOR", "FISORConfig"),
+    "oasis": ("qpt.algorithms.oasis", "OASIS", "OASISConfig"),
+    "caps": ("qpt.algorithms.caps", "CAPS", "CAPSConfig"),
 }
 _registered: dict[str, tuple[type, type]] = {}
 
@@ -179,10 +187,16 @@ def adam(
     weight_decay: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.999),
 ) -> torch.optim.AdamW:
-    """Fused Adam(W) whose learning rate is a tensor, so that a captured step can change it."""
+    """Fused Adam(W) whose learning rate is a tensor on the device, so that a captured step can change it."""
     parameters = list(parameters)
+    device = parameters[0].device
     return torch.optim.AdamW(
-        parameters, lr=torch.tensor(lr, device=parameters[0].device), betas=betas, weight_decay=weight_decay, fused=True
+        parameters,
+        lr=torch.tensor(lr, device=device),
+        betas=betas,
+        weight_decay=weight_decay,
+        fused=True,
+        capturable=device.type == "cuda",
     )
 
 

@@ -400,7 +400,7 @@ class QPT(nn.Module):
     @torch.no_grad()
     def _scale(self, critics: StackedMLP, logged: Tensor, mask: Tensor, constant: float) -> Tensor:
         if self.config.normalizer == "data":
-            return torch.tensor(max(constant, self.config.normalizer_floor), device=logged.device)
+            return torch.full((), max(constant, self.config.normalizer_floor), device=logged.device)
         return masked_mean(critics(logged)[..., 0].abs().mean(0), mask).clamp(min=self.config.normalizer_floor)
 
     # -- one step ----------------------------------------------------------------------------------------------------------

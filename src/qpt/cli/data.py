@@ -85,7 +85,10 @@ def convert(
 
 
 def validate(
-    files: tyro.conf.Positional[tuple[str, ...]], cost_key: str | None = None, action_bound: float = 1.0, timeout: float | None = None
+    files: tyro.conf.Positional[tuple[str, ...]],
+    cost_key: str | None = None,
+    action_bound: float = 1.0,
+    timeout: float | None = None,
 ) -> int:
     """Check files, each in a process of its own; one line each, exit code 1 if any is bad.
 
@@ -125,7 +128,7 @@ def main(args: list[str]) -> int:
     return run_group(commands, args, "data")
 
 
-# -- how it looks --------------------------------------------------------------------------------------------------------
+# -- how it looks ------------------------------------------------------------------------------------------------------
 
 _WARNINGS = {
     "dropped_steps": "steps after the last complete episode were dropped",
@@ -156,7 +159,8 @@ def _show(trajectories: Trajectories, source: str, facts: dict[str, Any]) -> Non
     print_(
         Text(
             f"{facts['episodes']:,} episodes, {facts['steps']:,} steps; {facts['observation_dim']} observations, "
-            f"{facts['action_dim']} actions; {facts['ended_by_terminal']:.0%} of the episodes end by a terminal, the others by a timeout"
+            f"{facts['action_dim']} actions; {facts['ended_by_terminal']:.0%} of the episodes end by a terminal, "
+            "the others by a timeout"
         )
     )
     if facts["limits"]:
@@ -165,7 +169,9 @@ def _show(trajectories: Trajectories, source: str, facts: dict[str, Any]) -> Non
             within.add_column(column, justify="right")
         for row in facts["limits"]:
             best = row["best_safe_return"]
-            within.add_row(f"{row['cost_limit']:g}", f"{row['share_within']:.1%}", "none" if best is None else f"{best:,.1f}")
+            within.add_row(
+                f"{row['cost_limit']:g}", f"{row['share_within']:.1%}", "none" if best is None else f"{best:,.1f}"
+            )
         print_(within)
     for key, what in _WARNINGS.items():
         if key in trajectories.info:

@@ -30,8 +30,8 @@ def tasks(
 ) -> None:
     """List the tasks: sizes, horizon, range of returns, whose data is in the cache, which simulators are installed.
 
-    "return" is DSRL's range, between which returns are normalised; "cost" is the largest episode cost and "episodes" the
-    number of episodes in the published file; "data" says whether that file is in the cache.
+    "return" is DSRL's range, between which returns are normalised; "cost" the largest cost of an episode and "episodes"
+    their number in the published file; "data": that file is in the cache; "sim": the simulator is installed.
 
     Example: qpt tasks --suite bullet
 
@@ -83,8 +83,8 @@ def _show(rows: list[dict[str, Any]]) -> None:
     wide = Console()
     console = wide if wide.is_terminal else Console(width=200)  # in a pipe nothing is cut off
     table = Table(header_style="bold", box=None, pad_edge=False)
-    for column in ("task", "obs", "act", "horizon", "return", "cost", "episodes", "data", "simulator"):
-        words = column in ("task", "data", "simulator")
+    for column in ("task", "obs", "act", "horizon", "return", "cost", "episodes", "data", "sim"):
+        words = column in ("task", "data", "sim")
         table.add_column(column, justify="left" if words else "right", no_wrap=True)
     suite = None
     for row in rows:
@@ -102,7 +102,9 @@ def _show(rows: list[dict[str, Any]]) -> None:
         )
     console.print(table)
     cached, ready = sum(row["cached"] is not None for row in rows), sum(row["simulator_installed"] for row in rows)
-    console.print(f"\n{len(rows)} tasks: data in the cache for {cached}, simulator installed for {ready}")
+    console.print(
+        f"\n{len(rows)} task{'s' * (len(rows) > 1)}: data in the cache for {cached}, simulator installed for {ready}"
+    )
     if cached < len(rows):
         console.print("`qpt data download TASK` fetches data", style="dim")
     if ready < len(rows):

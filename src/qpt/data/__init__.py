@@ -39,7 +39,12 @@ def load_dataset(source: str | Path, *, cost_key: str | None = None, action_boun
     if text.startswith("embedded:"):
         with resources.as_file(_embedded(text.removeprefix("embedded:"))) as path:
             return read(path)
-    return read(find(source), cost_key=cost_key, action_bound=action_bound)
+    from qpt.data.validation import look_first
+
+    path = find(source)
+    if path.is_file():
+        look_first(path, cost_key=cost_key)  # in a process of its own, where a damaged file does no harm
+    return read(path, cost_key=cost_key, action_bound=action_bound)
 
 
 def find(source: str | Path) -> Path:

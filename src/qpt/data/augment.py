@@ -74,7 +74,7 @@ def augment(
 
     `max_reward`, `degree` and `max_reward_decrease` come from the arguments, or the task's published constants, or else
     the data: max_reward is the best return plus 10 % of the range of returns ("osrl": plus min_reward); degree the
-    highest, up to 4, whose fit rises everywhere and stays below max_reward; max_reward_decrease 15 % of the range.
+    highest, up to 4, whose fit rises everywhere and stays below max_reward; max_reward_decrease 20 % of the range.
     For "osrl" alone: `degree`, `max_reward_decrease` (how much worse a stand-in may be), `min_reward` (how far targets
     stay above the fit) and `beta` (softens distances).
     """
@@ -111,7 +111,7 @@ def augment(
         if max_reward_decrease is None:
             max_reward_decrease = published.max_reward_decrease
         if max_reward_decrease is None:
-            max_reward_decrease = 0.15 * spread
+            max_reward_decrease = 0.2 * spread
         degree = published.degree if degree is None else degree
         kept = _grid_filter(returns, costs, rng)
         if len(kept) == 0:

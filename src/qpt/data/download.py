@@ -12,46 +12,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import http.client
-import json
 import os
 import re
-import shutil
-import socket
-import ssl
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
+from qpt.data.fetch import SIGNATURES, Progress, Refused, check_signature, discard, fetch, note_of
 from qpt.errors import QptError
 from qpt.tasks import Task
-
-Progress = Callable[[str, int, int | None], None]  # what is going on, bytes so far, bytes in all if known
-
-_CHUNK = 1 << 18
-_SIGNATURES = {".hdf5": b"\x89HDF\r\n\x1a\n", ".h5": b"\x89HDF\r\n\x1a\n", ".npz": b"PK\x03\x04"}
-_FRUITLESS = 4  # attempts in a row that bring a mirror no further
-_ATTEMPTS = 100  # in all, for a mirror that gives a little each time
-
-
-class _Refused(Exception):
-    """This mirror will not do; try the next."""
-
-    def __init__(self, reason: str, worthless: bool = False) -> None:
-        super().__init__(reason)
-        self.worthless = worthless  # nothing that came is to be resumed
-
-
-class _Cut(Exception):
-    """The connection failed; the same mirror may well go on."""
-
-    def __init__(self, reason: str, wait: float = 0.0) -> None:
-        super().__init__(reason)
-        self.wait = wait  # what the server asks for, in seconds
-
 
 # -- where files are ---------------------------------------------------------------------------------------------------
 
@@ -93,7 +62,7 @@ def _is_web(url: str) -> bool:
 
 def is_file_url(url: str) -> bool:
     """Whether a URL names a data file itself, and not a folder of them."""
-    return Path(urlsplit(url).path).suffix.lower() in _SIGNATURES
+    return Path(urlsplit(url).path).suffix.lower() in SIGNATURES
 
 
 # -- the checksum ------------------------------------------------------------------------------------------------------
@@ -171,11 +140,11 @@ def download(
             for url in sources:
                 part = _part_of(path, url, alone)
                 try:
-                    _fetch(url, part, report, timeout, backoff)
+                    fetch(url, part, report, timeout, backoff)
                     _accept(part, path)
-                except _Refused as refusal:
+                except Refused as refusal:
                     if refusal.worthless:
-                        _discard(part)
+                        discard(part)
                     failures.append(f"{urlsplit(url).hostname}: {refusal}")
                     continue
                 if alone:
@@ -203,186 +172,22 @@ def _accept(part: Path, path: Path) -> None:
     _check_content(part)
     digest, known = _sha256(part), _recorded(path)
     if known is not None and digest != known:
-        raise _Refused(f"the file differs from the sha256 in {_record_of(path).name} of an earlier download", True)
+        raise Refused(f"the file differs from the sha256 in {_record_of(path).name} of an earlier download", True)
     part.replace(path)
-    _note_of(part).unlink(missing_ok=True)
+    note_of(part).unlink(missing_ok=True)
     if known is None:
         _record(path, digest)
 
 
 def _check_content(part: Path) -> None:
     with part.open("rb") as file:
-        _check_signature(part, file.read(8).ljust(8))
+        check_signature(part, file.read(8).ljust(8))
     from qpt.data.validation import validate  # here, so that finding files imports little
 
     # In a process of its own: what came is not to be trusted with ours.
     defect = validate(part, action_bound=None)
     if defect is not None:
-        raise _Refused(f"what came is not a sound data file: {defect.removeprefix(f'{part}: ')}", True)
-
-
-def _check_signature(part: Path, start: bytes) -> None:
-    signature = _SIGNATURES.get(part.suffix.lower(), b"")
-    if start[: len(signature)] != signature[: len(start)]:
-        what = "a web page" if start.lstrip()[:1] == b"<" else "something else"
-        raise _Refused(f"what came is not a data file but {what}", True)
-
-
-# -- one mirror --------------------------------------------------------------------------------------------------------
-
-
-def _fetch(url: str, part: Path, report: Progress, timeout: float, backoff: float) -> None:
-    """Bring `part` to its full length, as long as attempts bring it further."""
-    fruitless, furthest = 0, _size(part)
-    for _ in range(_ATTEMPTS):
-        try:
-            return _attempt(url, part, report, timeout)
-        except _Cut as cut:
-            fruitless = 0 if _size(part) > furthest else fruitless + 1
-            furthest = max(furthest, _size(part))
-            if fruitless >= _FRUITLESS:
-                raise _Refused(str(cut)) from cut
-            pause = max(backoff * 2**fruitless, min(cut.wait, 60.0))
-            report(f"{cut}; trying again in {pause:.0f} s", _size(part), None)
-            time.sleep(pause)
-    raise _Refused("the connection was cut too often")
-
-
-def _attempt(url: str, part: Path, report: Progress, timeout: float) -> None:
-    host = str(urlsplit(url).hostname)
-    note = _read_note(part)
-    have = _size(part) if note else 0  # without a note nothing says that the rest would belong to it
-    if have and have == note.get("total"):
-        return  # all of it had come; only the renaming was missed
-    headers = {"User-Agent": "qpt", "Accept-Encoding": "identity"}
-    if have:
-        headers |= {"Range": f"bytes={have}-", "If-Range": str(note["validator"])}
-    with _open(url, headers, timeout, part) as response:
-        if have and response.status == 206:
-            total = _resumed_total(response, have, note, part)
-        else:  # a fresh start, a changed file or a server that knows no ranges
-            have, total = 0, _length(response)
-            _write_note(part, _validator(response), total)
-        _check_room(part, (total or 0) - have)
-        report(host, have, total)
-        with part.open("ab" if have else "wb") as file:
-            start = b""
-            while have != total and (chunk := _read(response, _CHUNK if total is None else min(_CHUNK, total - have))):
-                if have == len(start) < 8:  # a fresh file: do not fetch gigabytes of something else
-                    start = (start + chunk)[:8]
-                    _check_signature(part, start)
-                file.write(chunk)
-                have += len(chunk)
-                report(host, have, total)
-            file.flush()
-            os.fsync(file.fileno())
-    if total is not None and have != total:
-        raise _Cut(f"the connection was cut after {have:,} of {total:,} bytes")
-
-
-def _open(url: str, headers: dict[str, str], timeout: float, part: Path) -> http.client.HTTPResponse:
-    # urllib's own opener would follow a redirection to ftp://; this one knows http and https alone.
-    opener = urllib.request.OpenerDirector()
-    for handler in (
-        urllib.request.ProxyHandler,
-        urllib.request.HTTPHandler,
-        urllib.request.HTTPSHandler,
-        urllib.request.HTTPRedirectHandler,
-        urllib.request.HTTPDefaultErrorHandler,
-        urllib.request.HTTPErrorProcessor,
-        urllib.request.UnknownHandler,
-    ):
-        opener.add_handler(handler())
-    try:
-        response: http.client.HTTPResponse = opener.open(urllib.request.Request(url, headers=headers), timeout=timeout)
-        return response
-    except urllib.error.HTTPError as error:
-        error.close()
-        if error.code == 416:  # more is there than the server has
-            _discard(part)
-            raise _Cut("the file on the server became shorter") from error
-        answer = f"the server answers {error.code} {error.reason}"
-        if error.code in (408, 425, 429) or error.code >= 500:
-            wait = error.headers.get("Retry-After", "") if error.headers else ""
-            raise _Cut(answer, float(wait) if wait.isdecimal() else 0.0) from error
-        raise _Refused(answer) from error
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise _network_error(error) from error
-
-
-def _read(response: http.client.HTTPResponse, most: int) -> bytes:
-    try:
-        return response.read1(most)  # what is there, so that a stall loses nothing that came before it
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise _network_error(error) from error
-
-
-def _network_error(error: Exception) -> _Refused | _Cut:
-    reason = error.reason if isinstance(error, urllib.error.URLError) else error
-    match reason:
-        case socket.gaierror():
-            return _Refused("the host is unknown, or there is no network")
-        case ssl.SSLCertVerificationError():
-            return _Refused(f"its certificate cannot be trusted ({reason.verify_message})")
-        case http.client.InvalidURL() | ValueError() | str():
-            return _Refused(f"the address cannot be used ({reason})")
-        case TimeoutError():
-            return _Cut("the server fell silent")
-        case ConnectionRefusedError():
-            return _Cut("the server takes no connections")
-        case _:
-            return _Cut(f"the connection was cut ({type(reason).__name__})")
-
-
-def _length(response: http.client.HTTPResponse) -> int | None:
-    text = response.headers.get("Content-Length", "")
-    return int(text) if text.isdecimal() and not response.headers.get("Transfer-Encoding") else None
-
-
-def _validator(response: http.client.HTTPResponse) -> str | None:
-    etag = response.headers.get("ETag", "")
-    strong = etag if etag.startswith('"') else None  # a weak one does not promise equal bytes
-    return strong or response.headers.get("Last-Modified")
-
-
-def _resumed_total(response: http.client.HTTPResponse, have: int, note: dict[str, object], part: Path) -> int | None:
-    """The whole length, if the server goes on exactly where we stopped."""
-    unit, _, span = response.headers.get("Content-Range", "").partition(" ")
-    start, _, rest = span.partition("-")
-    total = rest.partition("/")[2]
-    known = note.get("total")
-    if unit != "bytes" or start != str(have) or (known is not None and total not in ("*", str(known))):
-        _discard(part)
-        raise _Cut("the server sent another part of the file than was asked for")
-    return int(total) if total.isdecimal() else known if isinstance(known, int) else None
-
-
-# -- small things ------------------------------------------------------------------------------------------------------
-
-
-def _note_of(part: Path) -> Path:
-    return part.with_suffix(".json")
-
-
-def _read_note(part: Path) -> dict[str, object]:
-    try:
-        note = json.loads(_note_of(part).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return {}
-    return note if isinstance(note, dict) and isinstance(note.get("validator"), str) else {}
-
-
-def _write_note(part: Path, validator: str | None, total: int | None) -> None:
-    part.unlink(missing_ok=True)  # first, so that old bytes never meet the new note
-    if validator is None:
-        _note_of(part).unlink(missing_ok=True)
-    else:
-        _note_of(part).write_text(json.dumps({"validator": validator, "total": total}), encoding="utf-8")
-
-
-def _discard(part: Path) -> None:
-    part.unlink(missing_ok=True)
-    _note_of(part).unlink(missing_ok=True)
+        raise Refused(f"what came is not a sound data file: {defect.removeprefix(f'{part}: ')}", True)
 
 
 def _tidy(path: Path) -> None:
@@ -391,15 +196,6 @@ def _tidy(path: Path) -> None:
     for file in path.parent.iterdir():
         if pattern.fullmatch(file.name):
             file.unlink(missing_ok=True)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def _check_room(part: Path, wanted: int) -> None:
-    if wanted > shutil.disk_usage(part.parent).free:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(part))
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
-"""Data files: DSRL's HDF5 (as published, or compact), npz with the same keys, and Minari; every defect gets one sentence.
+"""Data files: DSRL's HDF5 (as published, or compact), npz with the same keys, and Minari; a sentence for every defect.
 
-A file is looked at before it is read: only plain datasets inside the file itself, of plain numbers, of a size that the file can
-hold. What libhdf5 does with a damaged file is not ours to promise; `qpt.data.validation` therefore checks in another process.
+A file is looked at before it is read: only plain datasets inside the file itself, of plain numbers, of a size that the
+file can hold. Still, libhdf5 itself may hang or crash on a damaged file; `qpt.load_dataset` therefore has another
+process look first (`qpt.data.validation`), and `read` is for files one trusts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 import secrets
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +23,25 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
+from qpt.data.checks import (
+    KEYS,
+    OF_READING,
+    OPTIONAL,
+    check_column,
+    check_present,
+    check_size,
+    clean,
+    default_max_bytes,
+    labelled,
+    plain_value,
+)
 from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError
-
-KEYS = ("observations", "actions", "rewards", "costs", "terminals")  # a file needs all of these
-OPTIONAL = ("timeouts", "next_observations", "final_observations")
-_TABLES = (
-    "observations",
-    "actions",
-    "next_observations",
-    "final_observations",
-)  # rank 2; the others are rank 1 or [N, 1]
 
 # gzip, shuffle, checksum and lzf cannot be made to load code, as filters from plugins can.
 _FILTERS = {h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32, h5py.h5z.FILTER_LZF}
 _LAYOUTS = {h5py.h5d.COMPACT, h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED}
-_RATIO = 1100  # gzip shrinks by 1032 at most
-_SLACK = 2**20  # bytes; a chunk may be larger than the little that is in it
 _ATTRIBUTE_BYTES = 2**20
-_OF_READING = ("source", "dropped_steps")  # said by the reader, not by the file
 
 
 def read(
@@ -48,9 +49,9 @@ def read(
 ) -> Trajectories:
     """Read an HDF5 file in DSRL's layout, an npz file with the same keys, or the folder of a Minari data set.
 
-    `cost_key` names the costs where they are not called "costs" (Minari: the key of infos, "cost" by default). `action_bound`
-    is the largest magnitude of an action, None for any. More than `max_bytes` of data (by default: QPT_MAX_BYTES, or three
-    quarters of the machine's memory) are refused before any is read.
+    `cost_key` names the costs where they are not called "costs" (Minari: the key of infos, "cost" by default).
+    `action_bound` is the largest magnitude of an action, None for any. More than `max_bytes` of data (by default:
+    QPT_MAX_BYTES, or three quarters of the machine's memory) are refused before any is read.
     """
     path = Path(path)
     with _defects(path):
@@ -68,8 +69,19 @@ def read(
         return _assemble(arrays, {**info, "source": str(path)}, action_bound)
 
 
+def look(path: str | Path, *, cost_key: str | None = None, max_bytes: int | None = None) -> None:
+    """All of `read` but the values: the structure, the sizes and the notes of an HDF5 file; other kinds pass."""
+    path = Path(path)
+    with _defects(path):
+        if not path.is_dir() and _kind(path) == "hdf5":
+            with h5py.File(path, "r", locking="best-effort") as file:
+                limit = default_max_bytes() if max_bytes is None else max_bytes
+                _hdf5_columns(file, path.stat().st_size, limit, cost_key)
+                _attributes(file)
+
+
 def write(trajectories: Trajectories, path: str | Path, compact: bool = False) -> Path:
-    """Write HDF5 in DSRL's layout, or npz where the name ends so; an existing file is replaced as a whole or not at all.
+    """Write HDF5 in DSRL's layout, or npz where the name ends so; an old file is replaced as a whole or not at all.
 
     The compact form stores the final observation of each episode instead of next_observations, about half the size.
     """
@@ -81,7 +93,7 @@ def write(trajectories: Trajectories, path: str | Path, compact: bool = False) -
         columns["final_observations"] = trajectories.final_observations
     else:
         columns["next_observations"] = trajectories.next_observations()
-    info = {key: value for key, value in trajectories.info.items() if key not in _OF_READING}
+    info = {key: value for key, value in trajectories.info.items() if key not in OF_READING}
     info |= {"num_trajectories": len(trajectories), "num_steps": trajectories.steps}
     info["layout"] = (
         "compact: final_observations, one row an episode, instead of next_observations" if compact else "DSRL"
@@ -98,27 +110,12 @@ def write(trajectories: Trajectories, path: str | Path, compact: bool = False) -
         kept = "the old file is unchanged" if path.exists() else "nothing was written"
         raise QptError(f"{path} cannot be written: {error.strerror or error}; {kept}") from error
     finally:
-        try:
+        with suppress(OSError):  # no such folder, or no permission: nothing to clean up
             temporary.unlink(missing_ok=True)
-        except OSError:  # no such folder, or no permission: nothing to clean up
-            pass
     return path
 
 
-def default_max_bytes() -> int:
-    """QPT_MAX_BYTES, or three quarters of the memory of this machine (64 GiB where that is not known)."""
-    text = os.environ.get("QPT_MAX_BYTES")
-    if text:
-        if not text.isdigit():
-            raise QptError(f"QPT_MAX_BYTES must be a whole number of bytes, not {text!r}")
-        return int(text)
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 3 // 4
-    except (AttributeError, ValueError, OSError):
-        return 64 * 2**30
-
-
-# -- from columns to trajectories ----------------------------------------------------------------------------------------
+# -- from columns to trajectories --------------------------------------------------------------------------------------
 
 
 def _assemble(columns: Mapping[str, Any], info: dict[str, Any], action_bound: float | None) -> Trajectories:
@@ -155,42 +152,7 @@ def _load(name: str, column: Any) -> npt.NDArray[Any]:
     return array
 
 
-def _check_column(name: str, shape: tuple[int, ...] | None, dtype: np.dtype[Any]) -> None:
-    if dtype.kind not in "fiub":
-        what = {"O": "objects, strings or references", "S": "strings", "U": "strings", "V": "compound or opaque values"}
-        raise QptError(f"{name} holds {what.get(dtype.kind, str(dtype))}; only plain numbers can be read")
-    if shape is None or len(shape) == 0:
-        raise QptError(f"{name} is a single value or empty; it must have one row a step")
-    if len(shape) > 2 or (name in _TABLES and len(shape) != 2):
-        wanted = "[steps, columns]" if name in _TABLES else "[steps]"
-        raise QptError(f"{name} has shape {list(shape)}; it must be {wanted}")
-
-
-def _check_present(names: set[str], others: list[str], cost_key: str | None) -> None:
-    missing = [key for key in KEYS if key not in names]
-    if not missing:
-        return
-    if any(other.startswith("episode_") for other in others):
-        raise QptError("this is the inner file of a Minari data set; give the folder of the data set instead")
-    found = f"; it has {', '.join(sorted(others)[:12])}" if others else "; it is empty"
-    if missing == ["costs"] and cost_key is None:
-        found += " (if the costs have another name, give it as the cost key)"
-    raise QptError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing{found}")
-
-
-def _check_size(name: str, declared: int, file_size: int, limit: int) -> None:
-    if declared > limit:
-        raise QptError(
-            f"{name} would take {_size(declared)} of memory and the limit is {_size(limit)}; "
-            "if the file is to be trusted, raise QPT_MAX_BYTES"
-        )
-    if declared > _RATIO * file_size + _SLACK:
-        raise QptError(
-            f"{name} claims {_size(declared)} but the file has only {_size(file_size)}; it is damaged or a trap"
-        )
-
-
-# -- HDF5 ----------------------------------------------------------------------------------------------------------------
+# -- HDF5 --------------------------------------------------------------------------------------------------------------
 
 
 def _hdf5_columns(file: h5py.File, file_size: int, limit: int, cost_key: str | None) -> dict[str, h5py.Dataset]:
@@ -204,16 +166,16 @@ def _hdf5_columns(file: h5py.File, file_size: int, limit: int, cost_key: str | N
         if links.get_info(key.encode()).type != h5py.h5l.TYPE_HARD:
             raise QptError(f"{key} is a link to another place; only arrays that lie in the file itself are read")
         columns[name] = file[key]
-    _check_present(set(columns), [name.decode(errors="replace") for name in _first_links(file)], cost_key)
+    check_present(set(columns), [name.decode(errors="replace") for name in _first_links(file)], cost_key)
     total = 0
     for name, dataset in columns.items():
         if not isinstance(dataset, h5py.Dataset):
             raise QptError(f"{name} is a group or a type; it must be an array")
         _check_layout(name, dataset)
-        _check_column(name, dataset.shape, dataset.dtype)
+        check_column(name, dataset.shape, dataset.dtype)
         total += math.prod(dataset.shape) * max(4, dataset.dtype.itemsize)
         _check_chunks(name, dataset, file_size, limit)
-    _check_size("the data", total, file_size, limit)
+    check_size("the data", total, file_size, limit)
     return columns
 
 
@@ -245,7 +207,7 @@ def _check_chunks(name: str, dataset: h5py.Dataset, file_size: int, limit: int) 
     """A chunk is unpacked as a whole, whatever its size turns out to be: bound it by what gzip can do."""
     if dataset.chunks is None:
         return
-    _check_size(f"a chunk of {name}", math.prod(dataset.chunks) * dataset.dtype.itemsize, file_size, limit)
+    check_size(f"a chunk of {name}", math.prod(dataset.chunks) * dataset.dtype.itemsize, file_size, limit)
     largest = 0
 
     def look(chunk: Any) -> None:
@@ -256,7 +218,7 @@ def _check_chunks(name: str, dataset: h5py.Dataset, file_size: int, limit: int) 
 
     dataset.id.chunk_iter(look)
     if dataset.compression == "gzip":
-        _check_size(f"a chunk of {name}, unpacked,", largest * 1032, file_size, max(limit, 2**30))
+        check_size(f"a chunk of {name}, unpacked,", largest * 1032, file_size, max(limit, 2**30))
 
 
 def _attributes(file: h5py.File) -> dict[str, Any]:
@@ -268,17 +230,9 @@ def _attributes(file: h5py.File) -> dict[str, Any]:
         if attribute.shape is None or not (text or attribute.dtype.kind in "fiubS"):
             continue
         if math.prod(attribute.shape) * attribute.dtype.itemsize > _ATTRIBUTE_BYTES:
-            raise QptError(f"the attribute {_clean(name)!r} is absurdly large; the file is damaged")
-        info[_clean(name)] = _plain(file.attrs[name])
-    return _labelled(info)
-
-
-def _labelled(info: dict[str, Any]) -> dict[str, Any]:
-    for key in _OF_READING:
-        info.pop(key, None)
-    if info.pop("surrogate", False) is True or "surrogate" in str(info.get("note", "")).lower():
-        info["surrogate"] = True
-    return info
+            raise QptError(f"the attribute {clean(name)!r} is absurdly large; the file is damaged")
+        info[clean(name)] = plain_value(file.attrs[name])
+    return labelled(info)
 
 
 def _hdf5_bytes(columns: Mapping[str, npt.NDArray[Any]], info: Mapping[str, Any]) -> bytes:
@@ -297,25 +251,36 @@ def _hdf5_bytes(columns: Mapping[str, npt.NDArray[Any]], info: Mapping[str, Any]
     return image
 
 
-# -- npz -----------------------------------------------------------------------------------------------------------------
+def _storable(value: Any) -> Any:
+    plain = plain_value(value)
+    if isinstance(plain, list):
+        try:
+            array = np.array([item.encode() if isinstance(item, str) else item for item in plain])
+        except ValueError:  # ragged
+            return None
+        return array if array.dtype.kind in "fiubS" and array.nbytes < 60_000 else None  # HDF5 allows 64 KiB
+    return plain
+
+
+# -- npz ---------------------------------------------------------------------------------------------------------------
 
 
 def _npz_columns(path: Path, limit: int, cost_key: str | None) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
     names = {name: name for name in (*KEYS, *OPTIONAL)} | ({"costs": cost_key} if cost_key else {})
     with zipfile.ZipFile(path) as archive:
         members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
-        _check_present({name for name, key in names.items() if key in members}, list(members), cost_key)
+        check_present({name for name, key in names.items() if key in members}, list(members), cost_key)
         wanted = {name: members[key] for name, key in names.items() if key in members}
         total = sum(member.file_size for member in wanted.values()) + (
             members["info"].file_size if "info" in members else 0
         )
-        _check_size("the data", total, path.stat().st_size, limit)
+        check_size("the data", total, path.stat().st_size, limit)
         arrays = {name: _npy(archive, member, name) for name, member in wanted.items()}
         info: Any = {}
         if "info" in members and members["info"].file_size <= _ATTRIBUTE_BYTES:
             text = np.lib.format.read_array(io.BytesIO(archive.read(members["info"])), allow_pickle=False)
             info = json.loads(str(text)) if text.dtype.kind == "U" and text.ndim == 0 else {}
-    return arrays, _labelled({_clean(k): _plain(v) for k, v in info.items()} if isinstance(info, dict) else {})
+    return arrays, labelled({clean(k): plain_value(v) for k, v in info.items()} if isinstance(info, dict) else {})
 
 
 def _npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str) -> npt.NDArray[Any]:
@@ -325,7 +290,7 @@ def _npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str) -> npt.ND
         if version not in header:
             raise QptError(f"{name} has no header that can be read; save it again with numpy.savez")
         shape, fortran, dtype = header[version](file)
-        _check_column(name, shape, dtype)
+        check_column(name, shape, dtype)
         if math.prod(shape) * dtype.itemsize != member.file_size - file.tell():
             raise QptError(f"{name} claims shape {list(shape)}, which is not what the file holds; it is damaged")
         content = file.read()
@@ -334,12 +299,13 @@ def _npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str) -> npt.ND
 
 def _npz_bytes(columns: Mapping[str, npt.NDArray[Any]], info: Mapping[str, Any]) -> bytes:
     buffer = io.BytesIO()
-    plain = {key: value for key, value in ((k, _plain(v)) for k, v in info.items()) if value is not None}
-    np.savez_compressed(buffer, allow_pickle=False, info=np.array(json.dumps(plain)), **columns)
+    plain = {key: value for key, value in ((k, plain_value(v)) for k, v in info.items()) if value is not None}
+    members: dict[str, Any] = {**columns, "info": np.array(json.dumps(plain))}
+    np.savez_compressed(buffer, **members)
     return buffer.getvalue()
 
 
-# -- small things --------------------------------------------------------------------------------------------------------
+# -- small things ------------------------------------------------------------------------------------------------------
 
 
 def _kind(path: Path) -> str:
@@ -368,7 +334,7 @@ def _defects(path: Path) -> Iterator[None]:
     try:
         yield
     except QptError as error:
-        raise QptError(_clean(f"{path}: {error}", keep="")) from error
+        raise QptError(clean(f"{path}: {error}", keep="")) from error
     except MemoryError as error:
         raise QptError(f"{path}: the data do not fit into memory") from error
     except PermissionError as error:
@@ -376,43 +342,6 @@ def _defects(path: Path) -> Iterator[None]:
     except Exception as error:  # libhdf5, zipfile and numpy raise nearly every kind on damaged files
         text = str(error)
         found = re.search(r"error message = '([^']+)'", text) or re.search(r"\(([^()]*(?:truncated|eof)[^()]*)", text)
-        reason = _clean((found[1] if found else text).split("\n")[0], keep="")[:160] or type(error).__name__
+        reason = clean((found[1] if found else text).split("\n")[0], keep="")[:160] or type(error).__name__
         cut = "is cut short" if "truncated" in text else "is damaged"
         raise QptError(f"{path}: the file {cut} and cannot be read ({reason}); copy or download it again") from error
-
-
-def _clean(text: str, keep: str = "\n\t") -> str:
-    """Safe to print: no control characters, no half characters."""
-    return "".join(c if c.isprintable() or c in keep else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
-def _plain(value: Any) -> Any:
-    """Python's own numbers, strings and lists of them; None for anything else."""
-    if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist()
-    if isinstance(value, bytes):
-        value = value.decode("utf-8", "replace")
-    if isinstance(value, str):
-        return _clean(value)
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, bool | int | float) else None
-
-
-def _storable(value: Any) -> Any:
-    plain = _plain(value)
-    if isinstance(plain, list):
-        try:
-            array = np.array([item.encode() if isinstance(item, str) else item for item in plain])
-        except ValueError:  # ragged
-            return None
-        return array if array.dtype.kind in "fiubS" and array.nbytes < 60_000 else None  # HDF5 allows 64 KiB
-    return plain
-
-
-def _size(count: int) -> str:
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}"
-        count //= 1024
-    return f"{count:,} TiB"

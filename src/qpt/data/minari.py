@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def _convert(dataset: Any, source: str, cost_key: str | None, action_bound: floa
         name: []
         for name in ("observations", "actions", "rewards", "costs", "terminals", "timeouts", "final_observations")
     }
-    for episode in dataset.iterate_episodes():
+    for episode in _episodes(dataset):
         steps = len(episode.rewards)
         where = f"episode {episode.id}"
         if steps == 0:
@@ -62,6 +63,15 @@ def _convert(dataset: Any, source: str, cost_key: str | None, action_bound: floa
     return Trajectories.from_arrays(
         **{name: np.concatenate(values) for name, values in parts.items()}, action_bound=action_bound, info=info
     )
+
+
+def _episodes(dataset: Any) -> Iterator[Any]:
+    try:
+        yield from dataset.iterate_episodes()
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise QptError(
+            f"Minari cannot read its episodes ({type(error).__name__}: {error}); download the data set again"
+        ) from error
 
 
 def _table(values: Any, name: str, where: str) -> npt.NDArray[Any]:

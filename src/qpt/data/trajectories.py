@@ -22,9 +22,9 @@ Index = npt.NDArray[np.int64]
 class Trajectories:
     """Complete episodes, one after the other. Make them with `from_arrays` or `qpt.load_dataset`, which check them.
 
-    Step i belongs to episode e where offsets[e] <= i < offsets[e + 1]. An episode ends by a terminal (the task is over; no
-    value follows) or by a timeout (cut off; the future would have gone on). `final_observations[e]` is what was seen after
-    the last action of episode e, so that next_observations need not be stored.
+    Step i belongs to episode e where offsets[e] <= i < offsets[e + 1]. An episode ends by a terminal (the task is over;
+    no value follows) or by a timeout (cut off; the future would have gone on). `final_observations[e]` is what was seen
+    after the last action of episode e, so that next_observations need not be stored.
     """
 
     observations: Array  # [N, S]
@@ -59,8 +59,8 @@ class Trajectories:
     ) -> Trajectories:
         """Check flat arrays of steps and cut them into episodes at `terminals | timeouts`.
 
-        Rows after the last flag are an unfinished episode and are dropped, as DSRL does (`info["dropped_steps"]` counts them).
-        Without next or final observations, the last observation of an episode stands in for the one after it.
+        Rows after the last flag are an unfinished episode and are dropped, as DSRL does; `info["dropped_steps"]` counts
+        them. Without next or final observations, the last observation of an episode stands in for the one after it.
         """
         if timeouts is None:
             timeouts = np.zeros(np.shape(terminals), bool)
@@ -86,14 +86,15 @@ class Trajectories:
             raise QptError("observations and actions need at least one column each")
         if cost.min() < 0:
             raise QptError(
-                f"costs must not be negative, but row {int(cost.argmin())} holds {cost.min():g}; a cost is what a limit bounds"
+                f"costs must not be negative, but row {int(cost.argmin())} holds {cost.min():g}; "
+                "a cost is what a limit bounds"
             )
         if action_bound is not None:
             largest = np.abs(act).max()
             if largest > action_bound * (1 + 1e-4):
                 raise QptError(
-                    f"actions must lie in [-{action_bound:g}, {action_bound:g}], but the largest magnitude is {largest:g}; "
-                    "rescale them, and remember the scale for deployment"
+                    f"actions must lie in [-{action_bound:g}, {action_bound:g}], but the largest magnitude is "
+                    f"{largest:g}; rescale them, and remember the scale for deployment"
                 )
         done = term | tout
         ends = np.flatnonzero(done)
@@ -126,7 +127,7 @@ class Trajectories:
             )
         return cls(obs[:kept], act[:kept], rew[:kept], cost[:kept], term[:kept], tout[:kept], offsets, final, extra)
 
-    # -- sizes -------------------------------------------------------------------------------------------------------------
+    # -- sizes ---------------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """The number of episodes."""
@@ -156,7 +157,7 @@ class Trajectories:
     def step_in_episode(self) -> Index:
         return np.arange(self.steps) - self.offsets[:-1][self.episode_of_step]
 
-    # -- returns and costs -------------------------------------------------------------------------------------------------
+    # -- returns and costs ---------------------------------------------------------------------------------------------
 
     @cached_property
     def returns(self) -> npt.NDArray[np.float64]:
@@ -179,10 +180,11 @@ class Trajectories:
         return self._to_go(self.costs)
 
     def _to_go(self, values: Array) -> Array:
-        # One cumulative sum over all steps; what lies before a step inside its episode is subtracted from the episode's total.
+        # One cumulative sum over all steps; what lies before a step is taken from the sum at the end of its episode.
         total = np.cumsum(values, dtype=np.float64)
         before = np.concatenate([[0.0], total[:-1]])
-        return (total[self.offsets[1:] - 1][self.episode_of_step] - before).astype(np.float32)
+        to_go: Array = (total[self.offsets[1:] - 1][self.episode_of_step] - before).astype(np.float32)
+        return to_go
 
     def next_observations(self) -> Array:
         """What was observed after each step, as DSRL stores it (a copy)."""
@@ -191,7 +193,7 @@ class Trajectories:
         following[self.offsets[1:] - 1] = self.final_observations
         return following
 
-    # -- parts -------------------------------------------------------------------------------------------------------------
+    # -- parts ---------------------------------------------------------------------------------------------------------
 
     def select(self, episodes: npt.ArrayLike) -> Trajectories:
         """The given episodes (indices or a mask), in the given order."""
@@ -205,10 +207,9 @@ class Trajectories:
         if index.ndim != 1 or index.dtype.kind not in "iu":
             raise QptError("episodes are selected by a list of whole numbers or by a mask")
         index = index.astype(np.int64)
-        if index.min() < -len(self) or index.max() >= len(self):
-            raise QptError(
-                f"there are {len(self)} episodes, numbered from 0; {index.max() if index.max() > 0 else index.min()} is none of them"
-            )
+        wrong = index[(index < -len(self)) | (index >= len(self))]
+        if len(wrong):
+            raise QptError(f"there are {len(self)} episodes, numbered from 0; {wrong[0]} is none of them")
         index = index % len(self)  # -1 is the last, as in a list
         lengths = self.lengths[index]
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -247,17 +248,20 @@ class Trajectories:
         if len({(p.observation_dim, p.action_dim) for p in parts}) > 1:
             raise QptError("the parts differ in the size of observations or actions")
         shifts = np.cumsum([0, *(p.steps for p in parts)])
+        offsets = np.concatenate([[0], *(p.offsets[1:] + s for p, s in zip(parts, shifts, strict=False))])
         return cls(
-            *(
-                np.concatenate([getattr(p, name) for p in parts])
-                for name in ("observations", "actions", "rewards", "costs", "terminals", "timeouts")
-            ),
-            np.concatenate([[0], *(p.offsets[1:] + s for p, s in zip(parts, shifts, strict=False))]).astype(np.int64),
-            np.concatenate([p.final_observations for p in parts]),
-            _joined(parts),
+            observations=np.concatenate([p.observations for p in parts]),
+            actions=np.concatenate([p.actions for p in parts]),
+            rewards=np.concatenate([p.rewards for p in parts]),
+            costs=np.concatenate([p.costs for p in parts]),
+            terminals=np.concatenate([p.terminals for p in parts]),
+            timeouts=np.concatenate([p.timeouts for p in parts]),
+            offsets=offsets.astype(np.int64),
+            final_observations=np.concatenate([p.final_observations for p in parts]),
+            info=_joined(parts),
         )
 
-    # -- what a limit allows -----------------------------------------------------------------------------------------------
+    # -- what a limit allows -------------------------------------------------------------------------------------------
 
     def reward_frontier(self, cost_limits: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """RF(κ): the highest return among episodes with cost <= κ, for each κ; -inf where there is none."""
@@ -278,7 +282,7 @@ class Trajectories:
         before = np.concatenate([[-np.inf], np.maximum.accumulate(ordered)[:-1]])
         return order[ordered > before].astype(np.int64)
 
-    # -- facts -------------------------------------------------------------------------------------------------------------
+    # -- facts ---------------------------------------------------------------------------------------------------------
 
     def statistics(self, cost_limits: Sequence[float] = (10.0, 20.0, 40.0)) -> dict[str, Any]:
         """The numbers of `qpt data info`."""
@@ -349,7 +353,9 @@ def _joined(parts: Sequence[Trajectories]) -> dict[str, Any]:
     return info
 
 
-def _finals(name: str, following: npt.ArrayLike, observations: Array, done: Flags) -> tuple[Array, int]:
+def _finals(
+    name: str, following: npt.ArrayLike, observations: Array, done: Flags, block: int = 2**20
+) -> tuple[Array, int]:
     """The rows of next_observations at the ends of episodes, and how many others are not the next row's observation.
 
     Goes by blocks, so that an array that still lies on disk is never in memory as a whole.
@@ -359,7 +365,6 @@ def _finals(name: str, following: npt.ArrayLike, observations: Array, done: Flag
         raise QptError(
             f"{name} has shape {list(source.shape)} but observations has {list(observations.shape)}; they must be equal"
         )
-    block = max(1, 2**24 // observations.shape[1])
     finals, differing = [], 0
     for start in range(0, len(observations), block):
         ends = done[start : start + block]
@@ -387,7 +392,8 @@ def _floats(name: str, values: npt.ArrayLike, rank: int, first_row: int = 0) -> 
     if bad.any():
         row = first_row + int(np.argwhere(bad)[0, 0])
         raise QptError(
-            f"{name} holds {int(bad.sum())} NaN or infinite values, the first in row {row}; remove or repair those episodes"
+            f"{name} holds {int(bad.sum())} NaN or infinite values, the first in row {row}; "
+            "remove or repair those episodes"
         )
     return array
 

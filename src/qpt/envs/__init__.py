@@ -8,7 +8,7 @@ from qpt.envs.surface import SafeEnv, wrap_env
 from qpt.errors import QptError
 from qpt.tasks import Task, get_task
 
-__all__ = ["SafeEnv", "make_env", "wrap_env"]
+__all__ = ["SafeEnv", "make_env", "one_per_process", "wrap_env"]
 
 _ADAPTERS = {
     "bullet": "qpt.envs.bullet",
@@ -20,7 +20,7 @@ _ADAPTERS = {
 def make_env(task: Task | str, *, render: bool = False) -> SafeEnv:
     """The task's environment: Gymnasium's API, float32, actions in [-1, 1], a float in `info["cost"]`.
 
-    An episode is truncated at the task's horizon. With `render=True`, `render()` gives one RGB picture, without a screen.
+    An episode is truncated at the task's horizon. With `render=True`, `render()` gives one RGB picture, with no screen.
     """
     task = get_task(task) if isinstance(task, str) else task
     if task.env_factory is not None:
@@ -31,8 +31,8 @@ def make_env(task: Task | str, *, render: bool = False) -> SafeEnv:
     else:
         raise QptError(f'task {task.name!r} has no simulator; give it one with env = "module:function" or env_factory')
     for what, found, expected in (
-        ("observations", env.observation_space.shape[0], task.env_observation_dim),
-        ("actions", env.action_space.shape[0], task.action_dim),
+        ("observations", env.observation_dim, task.env_observation_dim),
+        ("actions", env.action_dim, task.action_dim),
     ):
         if expected is not None and found != expected:
             env.close()
@@ -40,3 +40,8 @@ def make_env(task: Task | str, *, render: bool = False) -> SafeEnv:
                 f"the environment of {task.name!r} has {what} of length {found}, but the task says {expected}"
             )
     return env
+
+
+def one_per_process(task: Task) -> bool:
+    """Whether a process can run one environment of this task at a time; a second one takes the first one's place."""
+    return task.suite == "metadrive" and task.env_factory is None

@@ -1,12 +1,18 @@
-"""Bullet-Safety-Gym: eight tasks. It ignores seeds, draws from numpy's global state and carries the last episode over."""
+"""Bullet-Safety-Gym: eight tasks. It ignores seeds, and a reset remembers the last episode: both mended here."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.envs.registration import load_env_creator
 
 from qpt.envs.surface import Simulator, own_numpy_state
 from qpt.errors import QptError
@@ -14,13 +20,14 @@ from qpt.errors import QptError
 
 def make(env_id: str, render: bool) -> Simulator:
     """The simulator of one of the eight ids, such as SafetyBallRun-v0."""
-    try:
-        import bullet_safety_gym  # noqa: F401  (registers its environments)
-    except ImportError as error:
-        raise QptError(f"Bullet-Safety-Gym cannot be imported ({error}); run: qpt sims install bullet") from error
-    spec = gymnasium.spec(env_id)
-    with np.errstate(over="ignore"):  # its float64 box with float32 bounds
-        env = load_env_creator(str(spec.entry_point))(**spec.kwargs)
+    with _mute():
+        builder = _builder()
+        redirect, builder.RedirectStream = builder.RedirectStream, contextlib.nullcontext
+        try:
+            with own_numpy_state(0), np.errstate(over="ignore"):  # its float64 box with float32 bounds
+                env: Any = builder.EnvironmentBuilder(**gymnasium.spec(env_id).kwargs)
+        finally:
+            builder.RedirectStream = redirect
     with own_numpy_state(0):
         env.reset()  # later resets go back to the state of the first one, so it is the same one everywhere
 
@@ -39,6 +46,36 @@ def make(env_id: str, render: bool) -> Simulator:
         close=env.close,
         render=(lambda: _picture(env)) if render else None,
     )
+
+
+def _builder() -> Any:
+    """Import the package, which redirects the file behind sys.stderr; notebooks and test runners have none there."""
+    with contextlib.redirect_stderr(sys.__stderr__), contextlib.redirect_stdout(sys.__stdout__):
+        try:
+            importlib.import_module("bullet_safety_gym")  # registers its environments
+            return importlib.import_module("bullet_safety_gym.envs.builder")
+        except ImportError as error:
+            raise QptError(f"Bullet-Safety-Gym cannot be imported ({error}); run: qpt sims install bullet") from error
+
+
+@contextlib.contextmanager
+def _mute() -> Iterator[None]:
+    """pybullet greets on stdout and stderr, past Python."""
+    flush = ctypes.CDLL(None).fflush
+    with Path(os.devnull).open("w") as null:
+        saved = [os.dup(file) for file in (1, 2)]
+        try:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            flush(None)
+            for file in (1, 2):
+                os.dup2(null.fileno(), file)
+            yield
+        finally:
+            flush(None)
+            for file, copy in zip((1, 2), saved, strict=True):
+                os.dup2(copy, file)
+                os.close(copy)
 
 
 def _forget_episode(env: Any) -> None:

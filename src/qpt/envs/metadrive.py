@@ -57,8 +57,7 @@ def make(env_id: str, render: bool) -> Simulator:
     def reset(seed: int | None) -> tuple[Any, dict[str, Any]]:
         if not is_active():  # there is one engine in a process: take it over
             engines.close_engine()
-            with _logging_untouched():
-                env.lazy_init()
+            env.lazy_init()
         reseed(env.engine.traffic_manager, seed)  # it would draw from the system's entropy
         with own_numpy_state(map_seed):  # the roads' looks draw from it
             return env.reset(force_seed=map_seed), {}
@@ -120,19 +119,24 @@ def _modules(render: bool) -> dict[str, types.ModuleType]:
             modules = {name: importlib.import_module(f"metadrive.{name}") for name in names}
     except ImportError as error:
         raise QptError(f"MetaDrive cannot be imported ({error}); run: qpt sims install metadrive") from error
-    from panda3d.core import loadPrcFileData
-
-    loadPrcFileData("", "notify-level-device fatal\nnotify-level-task error")  # says that there are no joysticks
+    _mend(importlib.import_module("metadrive.engine.core.engine_core"))
     atexit.register(modules["engine.engine_utils"].close_engine)  # an open one crashes when Python ends
+    return modules
+
+
+def _mend(engine_core: Any) -> None:
+    """In MetaDrive's own modules: bring back old names of numpy, and keep the root logger out of its hands."""
     old_numpy = types.ModuleType("numpy")
     old_numpy.__dict__.update(np.__dict__, float=float, int=int, bool=bool)
-    for name in (
-        "utils.config",
-        "utils.math_utils",
-        "component.vehicle_module.lidar",
-    ):  # they say np.float and the like
+    for name in ("utils.config", "utils.math_utils", "component.vehicle_module.lidar"):
         sys.modules[f"metadrive.{name}"].np = old_numpy  # type: ignore[attr-defined]
-    return modules
+    logger = logging.getLogger("metadrive")
+    for name, module in list(sys.modules.items()):
+        if name.startswith("metadrive.") and vars(module).get("logging") is logging:
+            module.logging = logger  # type: ignore[attr-defined]
+    engine_core.setup_logger = lambda *_: None
+    # panda3d would say that there are no joysticks
+    importlib.import_module("panda3d.core").loadPrcFileData("", "notify-level-device fatal\nnotify-level-task error")
 
 
 @contextlib.contextmanager
@@ -149,7 +153,7 @@ def _stand_ins() -> Iterator[None]:
     without_pygame = ("pygame",) if importlib.util.find_spec("pygame") is None else ()
     for name in (*UNUSED, *without_pygame):
         modules[name] = types.ModuleType(name)
-        modules[name].__getattr__ = lambda attribute: type(attribute, (), {})
+        modules[name].__getattr__ = lambda attribute: type(attribute, (), {"__init__": lambda *_, **__: None})
     modules["seaborn"].color_palette = lambda *_: [(0.0, 0.4, 0.7), (0.9, 0.6, 0.0), (0.0, 0.6, 0.5), (0.8, 0.5, 0.7)]
     before = {name: sys.modules[name] for name in modules if name in sys.modules}
     sys.modules.update(modules)
@@ -159,18 +163,6 @@ def _stand_ins() -> Iterator[None]:
         for name in modules:
             del sys.modules[name]
         sys.modules.update(before)
-
-
-@contextlib.contextmanager
-def _logging_untouched() -> Iterator[None]:
-    """The engine calls logging.basicConfig, which is the caller's to call."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    try:
-        yield
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
 
 
 @contextlib.contextmanager

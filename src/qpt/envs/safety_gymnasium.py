@@ -35,7 +35,7 @@ def make(env_id: str, render: bool) -> Simulator:
         env, reset = _velocity(env_id)
     else:
         raise QptError(f"Safety-Gymnasium has no environment {env_id!r}; a name looks like SafetyPointGoal1-v0")
-    draw = _renderer(env) if render else None
+    draw = _Pictures(env) if render else None
     return Simulator(
         env=env,
         observation_dim=env.observation_space.shape[0],
@@ -61,7 +61,7 @@ def _navigation(env_id: str, agent: str) -> tuple[Any, Reset]:
         with _no_sky(modules["world"]):
             for attempt in range(100):  # a few layouts cannot be placed or begin with a cost: go on to another one
                 with contextlib.suppress(AssertionError, modules["utils.common_utils"].ResamplingError):
-                    return tuple(env.reset(seed=((seed or 0) + 1_000_003 * attempt) % SEEDS))  # type: ignore[return-value]
+                    return tuple(env.reset(seed=((seed or 0) + 1_000_003 * attempt) % SEEDS))
         raise QptError(f"{env_id} found no layout for the seed {seed}; choose another seed")
 
     return env, reset
@@ -159,13 +159,12 @@ def _unhashable_defaults() -> Iterator[None]:
     def dataclass(cls: Any = None, /, **options: Any) -> Any:
         if cls is None:
             return lambda cls: dataclass(cls, **options)
-        for name in cls.__dict__.get("__annotations__", {}):
-            default = cls.__dict__.get(name)
+        for name, default in list(vars(cls).items()):
             if isinstance(default, np.ndarray):
                 setattr(cls, name, dataclasses.field(default_factory=functools.partial(copy.deepcopy, default)))
         return original(cls, **options)
 
-    dataclasses.dataclass = dataclass  # type: ignore[assignment]
+    dataclasses.dataclass = dataclass
     try:
         yield
     finally:
@@ -211,7 +210,7 @@ def _no_sky(world: types.ModuleType) -> Iterator[None]:
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
-class _renderer:  # noqa: N801  (used as a function that can be closed)
+class _Pictures:
     """mujoco's own renderer with an off-screen context; rebuilt whenever a reset builds a new model."""
 
     def __init__(self, env: Any, width: int = 480, height: int = 360) -> None:
@@ -254,6 +253,5 @@ def _off_screen_context() -> Any:
             return context
         except Exception as error:  # whatever a GL library raises
             failures.append(f"{name}: {error}")
-    raise QptError(
-        f"mujoco cannot draw without a screen ({'; '.join(failures)}); install libegl1 and libgl1-mesa-dri, or libosmesa6"
-    )
+    why = "; ".join(failures)
+    raise QptError(f"mujoco cannot draw without a screen ({why}); install libegl1 and libgl1-mesa-dri, or libosmesa6")

@@ -53,12 +53,12 @@ class SafeEnv(gymnasium.Env[Array, Array]):
         self.name = name
         self.horizon = horizon
         self.render_mode = "rgb_array" if render else None
-        self.observation_space: Box = Box(-np.inf, np.inf, (simulator.observation_dim,), np.float32)
-        self.action_space: Box = Box(-1.0, 1.0, (simulator.action_dim,), np.float32)
+        self.observation_dim, self.action_dim = simulator.observation_dim, simulator.action_dim
+        self.observation_space = Box(-np.inf, np.inf, (self.observation_dim,), np.float32)
+        self.action_space = Box(-1.0, 1.0, (self.action_dim,), np.float32)
         self._simulator = simulator
         self._step = simulator.step
-        self._observation_shape = self.observation_space.shape
-        self._action_shape = self.action_space.shape
+        self._observation_shape, self._action_shape = (self.observation_dim,), (self.action_dim,)
         self._low, self._high = np.float32(-1), np.float32(1)
         self._last = float("inf") if horizon is None else horizon
         self._steps = 0
@@ -77,7 +77,7 @@ class SafeEnv(gymnasium.Env[Array, Array]):
         self._steps, self._running = 0, True
         return self._observed(observation), info
 
-    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:  # type: ignore[override]
+    def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         if not self._running:
             raise QptError(f"{self.name}: there is no running episode; call reset() before step()")
         action = np.asarray(action, np.float32)
@@ -109,7 +109,7 @@ class SafeEnv(gymnasium.Env[Array, Array]):
             raise QptError(f"{self.name} gave an observation of shape {array.shape}, not {self._observation_shape}")
         return array
 
-    def render(self) -> NDArray[np.uint8]:  # type: ignore[override]
+    def render(self) -> NDArray[np.uint8]:
         """One RGB picture of the present state, [height, width, 3]."""
         if self._simulator.render is None:
             raise QptError(f"{self.name} cannot draw; make it with make_env(task, render=True)")

@@ -26,8 +26,8 @@ Ints = npt.NDArray[np.int64]
 
 BUMP = 0.3  # the share of the reward that is lost at the edge of a band
 
-# behaviour(rng) starts a logged episode and returns its choice of a move: choose(stage, place) -> move
-Behaviour = Callable[[np.random.Generator], Callable[[int, int], int]]
+# behaviour(rng) starts a logged episode and returns its choice of a move: choose(place) -> move
+Behaviour = Callable[[np.random.Generator], Callable[[int], int]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ class Toy:
     @cached_property
     def values(self) -> Floats:
         """[H + 1, X, B + 1]: the best return from each place with a whole budget left; -inf where no way is safe."""
-        h, x, m = self.rewards.shape
+        h, x, _ = self.rewards.shape
         budgets = np.arange(self._most_cost + 1)
         values = np.zeros((h + 1, x, len(budgets)))
         for t in reversed(range(h)):
@@ -113,7 +113,7 @@ class Toy:
         return int(np.argmax(safe) if np.isfinite(safe).any() else np.argmin(self.costs[t, place]))
 
     def policy_values(self, probabilities: Floats) -> tuple[Floats, Floats]:
-        """Exact expected return and cost to go, [H + 1, X] each, of a policy over moves [H, X, M] that acts at the centres."""
+        """Exact expected return and cost to go, [H + 1, X] each, of move probabilities [H, X, M]."""
         h, x, _ = self.rewards.shape
         returns, costs = np.zeros((h + 1, x)), np.zeros((h + 1, x))
         for t in reversed(range(h)):
@@ -129,15 +129,13 @@ class Toy:
     def dataset(self, episodes: int = 300, seed: int = 0) -> Trajectories:
         """Episodes of the behaviours in turn, with actions spread around the centres of their moves."""
         rng = np.random.default_rng([seed, 1])
-        rows: dict[str, list[Any]] = {
-            k: [] for k in ("observations", "actions", "rewards", "costs", "final_observations")
-        }
+        rows: dict[str, Any] = {k: [] for k in ("observations", "actions", "rewards", "costs", "final_observations")}
         for episode in range(episodes):
             choose = self.behaviours[episode % len(self.behaviours)](rng)
             place = int(rng.choice(len(self.start), p=self.start))
             for t in range(self.horizon):
                 noise = np.clip(rng.normal(0, 0.3), -0.9, 0.9) / self.moves  # stays inside the band
-                action = np.float32(self.centre(choose(t, place)) + noise)
+                action = np.float32(self.centre(choose(place)) + noise)
                 move, share = self.move_of(float(action))
                 rows["observations"].append(self.features[t, place])
                 rows["actions"].append([action])
@@ -189,11 +187,11 @@ class OraclePolicy:
         self.toy = toy
         self.observation_dim = int(toy.features.shape[2])
 
-    def reset(self, n: int, *, cost_limits: Floats, seeds: Ints) -> None:
+    def reset(self, n: int, *, cost_limits: Floats, seeds: Ints) -> None:  # noqa: ARG002
         self.budgets = np.array(cost_limits, np.float64)
         self.stages = np.zeros(n, np.int64)
 
-    def restart(self, indices: Ints, *, cost_limits: Floats, seeds: Ints) -> None:
+    def restart(self, indices: Ints, *, cost_limits: Floats, seeds: Ints) -> None:  # noqa: ARG002
         self.budgets[indices] = cost_limits
         self.stages[indices] = 0
 
@@ -207,7 +205,7 @@ class OraclePolicy:
         self.stages[active] += 1
         return actions
 
-    def observe(self, rewards: npt.NDArray[np.float32], costs: npt.NDArray[np.float32]) -> None:
+    def observe(self, rewards: npt.NDArray[np.float32], costs: npt.NDArray[np.float32]) -> None:  # noqa: ARG002
         self.budgets[self.active] -= costs[self.active]
 
     def diagnostics(self) -> dict[str, Floats]:
@@ -272,8 +270,8 @@ def stitching(seed: int = 0) -> Toy:
         features[:, place, 5] = (weather[place // 4] - 1.0) * 5
 
     def driver(road: int) -> Behaviour:
-        def episode(rng: np.random.Generator) -> Callable[[int, int], int]:
-            def choose(t: int, place: int) -> int:
+        def episode(rng: np.random.Generator) -> Callable[[int], int]:
+            def choose(place: int) -> int:
                 if place % 4 == 3:
                     return int(band[road])
                 return int(keep[road]) if rng.random() < 0.9 else int(rng.integers(3))
@@ -283,10 +281,8 @@ def stitching(seed: int = 0) -> Toy:
         return episode
 
     limits = (float(stretch - 1), float(stretch))
-    drivers = (driver(0), driver(1), driver(2))
-    return Toy(
-        f"Stitching-{seed}", partial(stitching, seed), following, rewards, costs, start, features, drivers, limits
-    )  # fmt: skip
+    factory, drivers = partial(stitching, seed), (driver(0), driver(1), driver(2))
+    return Toy(f"Stitching-{seed}", factory, following, rewards, costs, start, features, drivers, limits)
 
 
 def tradeoff(seed: int = 0) -> Toy:
@@ -310,11 +306,11 @@ def tradeoff(seed: int = 0) -> Toy:
     features[..., 0], features[..., 1], features[..., 2] = np.sin(angle), np.cos(angle), gain - 1.0
     features[..., 3] = (np.arange(h + 1) / h)[:, None]
 
-    def driver(rng: np.random.Generator) -> Callable[[int, int], int]:
+    def driver(rng: np.random.Generator) -> Callable[[int], int]:
         haste = rng.uniform(0, 1)
         shares = np.array([(1 - haste) ** 2, 2 * haste * (1 - haste), haste**2])
-        return lambda t, place: int(np.argmax(speed == rng.choice(3, p=shares)))
+        return lambda _: int(np.argmax(speed == rng.choice(3, p=shares)))
 
-    return Toy(
-        f"Tradeoff-{seed}", partial(tradeoff, seed), following, rewards, costs, np.full(x, 1 / x), features, (driver,), (6.0, 12.0, 24.0)
-    )  # fmt: skip
+    limits, anywhere = (6.0, 12.0, 24.0), np.full(x, 1 / x)
+    factory = partial(tradeoff, seed)
+    return Toy(f"Tradeoff-{seed}", factory, following, rewards, costs, anywhere, features, (driver,), limits)

@@ -17,10 +17,12 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
@@ -51,20 +53,31 @@ class Arrays:
     beats: npt.NDArray[np.int64]  # [w] operations done since the worker started
     errors: npt.NDArray[np.uint8]  # [w, _ERROR_BYTES] what a worker raised
 
-    @classmethod
-    def over(cls, buffer: mmap.mmap | None, sizes: tuple[int, int, int, int]) -> tuple[Arrays | None, int]:
-        """The views into `buffer` (None: only count the bytes) for (slots, workers, observation_dim, action_dim)."""
-        n, w, s, a = sizes
-        shapes: list[tuple[Any, tuple[int, ...]]] = [
-            (np.uint8, (n,)), (np.int64, (n,)), (np.float32, (n, a)), (np.float32, (n, s)), (np.float64, (n,)), (np.float64, (n,)),
-            (np.bool_, (n,)), (np.bool_, (n,)), (np.int64, (w,)), (np.int64, (w,)), (np.uint8, (w, _ERROR_BYTES)),
-        ]  # fmt: skip
-        views, offset = [], 0
-        for dtype, shape in shapes:
-            if buffer is not None:
-                views.append(np.ndarray(shape, dtype, buffer, offset))
-            offset += -(-int(np.prod(shape)) * np.dtype(dtype).itemsize // 64) * 64  # whole cache lines
-        return (cls(*views) if views else None), offset
+
+def _layout(sizes: Sequence[int]) -> tuple[list[tuple[Any, tuple[int, ...], int]], int]:
+    """(dtype, shape, offset) of each of the Arrays, and the bytes they need in all."""
+    n, w, s, a = sizes  # slots, workers, observation_dim, action_dim
+    rows: list[tuple[Any, tuple[int, ...], int]] = []
+    offset = 0
+    for dtype, shape in (
+        (np.uint8, (n,)),
+        (np.int64, (n,)),
+        (np.float32, (n, a)),
+        (np.float32, (n, s)),
+        *((np.float64, (n,)),) * 2,
+        *((np.bool_, (n,)),) * 2,
+        *((np.int64, (w,)),) * 2,
+        (np.uint8, (w, _ERROR_BYTES)),
+    ):
+        rows.append((dtype, shape, offset))
+        offset += -(-int(np.prod(shape)) * np.dtype(dtype).itemsize // 64) * 64  # whole cache lines
+    return rows, offset
+
+
+def _share(fd: int, sizes: Sequence[int]) -> Arrays:
+    layout, size = _layout(sizes)
+    buffer = mmap.mmap(fd, size)
+    return Arrays(*(np.ndarray(shape, dtype, buffer, offset) for dtype, shape, offset in layout))
 
 
 @dataclass(frozen=True)
@@ -89,15 +102,12 @@ class EnvPool:
         workers = min(workers, slots)
         count = max(workers, 1)
         bounds = np.linspace(0, slots, count + 1).round().astype(int).tolist()
-        self.blocks = [range(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
-        self.sizes = (slots, count, *_dimensions(task))
+        self.blocks = [range(a, b) for a, b in pairwise(bounds)]
+        self.sizes = (slots, count, *dimensions(task))
         self._timeout = step_timeout
         self._fd = os.memfd_create("qpt-envs") if hasattr(os, "memfd_create") else _unlinked_file()
-        size = Arrays.over(None, self.sizes)[1]
-        os.ftruncate(self._fd, size)
-        arrays = Arrays.over(mmap.mmap(self._fd, size), self.sizes)[0]
-        assert arrays is not None
-        self.arrays = arrays
+        os.ftruncate(self._fd, _layout(self.sizes)[1])
+        self.arrays = _share(self._fd, self.sizes)
         self.arrays.current[:] = -1
         self._local = None if workers else _Block(task, self.blocks[0], self.arrays, 0, self.one_env)
         self._workers: list[_Worker] = []
@@ -106,7 +116,7 @@ class EnvPool:
             payload = _payload(task, self.sizes, self.one_env)
             try:
                 for w in range(workers):
-                    self._workers.append(_Worker(w, self.blocks[w], payload, self._fd, size))
+                    self._workers.append(_Worker(w, self.blocks[w], payload, self._fd))
             except BaseException:
                 self.close()
                 raise
@@ -114,7 +124,7 @@ class EnvPool:
     def exchange(
         self, commands: npt.NDArray[np.uint8], seeds: npt.NDArray[np.int64], actions: npt.NDArray[np.float32]
     ) -> list[Failure]:
-        """Carry out one command a slot and wait for all; the results are in `arrays`. Returns the workers that were replaced."""
+        """Carry out one command a slot and wait for all; results are in `arrays`. Returns the replaced workers."""
         self.arrays.commands[:] = commands
         self.arrays.seeds[:] = seeds
         self.arrays.actions[:] = actions
@@ -210,7 +220,7 @@ class EnvPool:
         culprit = int(self.arrays.current[w])
         self.arrays.current[w] = -1
         self.arrays.beats[w] = 0
-        self._workers[w] = _Worker(w, worker.block, worker.payload, self._fd, worker.memory)
+        self._workers[w] = _Worker(w, worker.block, worker.payload, self._fd)
         return Failure(worker.block, culprit if culprit >= 0 else None, reason)
 
     def _error_text(self, w: int) -> str:
@@ -220,11 +230,11 @@ class EnvPool:
 class _Worker:
     """The parent's side of one worker process."""
 
-    def __init__(self, index: int, block: range, payload: bytes, fd: int, memory: int) -> None:
-        self.index, self.block, self.payload, self.memory = index, block, payload, memory
+    def __init__(self, index: int, block: range, payload: bytes, fd: int) -> None:
+        self.index, self.block, self.payload = index, block, payload
         self.reply, theirs = os.pipe()
         path = os.pathsep.join(entry for entry in sys.path if entry)
-        arguments = [str(v) for v in (fd, memory, theirs, index, block.start, block.stop)]
+        arguments = [str(v) for v in (fd, theirs, index, block.start, block.stop)]
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", "from qpt.envs.vector import _main; _main()", *arguments],
@@ -255,7 +265,7 @@ class _Worker:
             os.write(self.stdin, b"g")
 
     def hangs(self, beats: int, now: float, timeout: float) -> bool:
-        """Whether nothing was done since the last look (or the wake-up); a worker that has done nothing yet may still be starting."""
+        """Whether nothing was done since the last look; one that has done nothing yet may still be starting."""
         if beats == 0:
             return now - self.started > max(timeout, START_SECONDS)
         moved, self.seen_beats = beats != self.seen_beats, beats
@@ -324,11 +334,10 @@ class _Block:
 def _main() -> None:
     """A worker process: read the task, then carry out the block's commands for every byte until the parent hangs up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    fd, memory, reply, index, start, stop = map(int, sys.argv[1:7])
+    fd, reply, index, start, stop = map(int, sys.argv[1:6])
     size = int.from_bytes(_read(0, 8), "little")
     task, sizes, one_env = pickle.loads(_read(0, size))  # from our own parent, through a private pipe
-    arrays = Arrays.over(mmap.mmap(fd, memory), sizes)[0]
-    assert arrays is not None
+    arrays = _share(fd, sizes)
     block = _Block(task, range(start, stop), arrays, index, one_env)
     with contextlib.suppress(BrokenPipeError):  # the parent is gone: so are we
         while os.read(0, 1):
@@ -368,13 +377,13 @@ def portable(task: Task) -> bool:
 def _payload(task: Task, sizes: Sequence[int], one_env: bool) -> bytes:
     if not portable(task):
         raise QptError(
-            f"the environment factory of {task.name} cannot be sent to worker processes; make it a function of an importable "
+            f"the environment factory of {task.name} cannot be sent to worker processes; make it a function of a "
             "module (not of the script itself, no lambda), or evaluate with workers=0"
         )
     return pickle.dumps((task, tuple(sizes), one_env))
 
 
-def _dimensions(task: Task) -> tuple[int, int]:
+def dimensions(task: Task) -> tuple[int, int]:
     """Sizes of observations and actions; a task that does not say has its environment made once to look."""
     if task.env_observation_dim is not None and task.action_dim is not None:
         return task.env_observation_dim, task.action_dim
@@ -391,11 +400,8 @@ def _dimensions(task: Task) -> tuple[int, int]:
 
 
 def _unlinked_file() -> int:
-    import tempfile
-
-    fd, name = tempfile.mkstemp(prefix="qpt-envs")
-    os.unlink(name)
-    return fd
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 def _exit_text(code: int) -> str:

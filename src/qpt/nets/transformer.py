@@ -85,6 +85,7 @@ class TrajectoryTransformer(nn.Module):
 
     mean: Tensor
     std: Tensor
+    causal: Tensor
 
     def __init__(
         self,
@@ -112,6 +113,8 @@ class TrajectoryTransformer(nn.Module):
         )
         self.register_buffer("mean", observation_mean.clone())
         self.register_buffer("std", observation_std.clone())
+        causal = torch.ones(context * TOKENS, context * TOKENS, dtype=torch.bool).tril()
+        self.register_buffer("causal", causal, persistent=False)
         self.embed_return, self.embed_cost = nn.Linear(1, width), nn.Linear(1, width)
         self.embed_observation, self.embed_action = (
             nn.Linear(len(observation_mean), width),
@@ -142,13 +145,13 @@ class TrajectoryTransformer(nn.Module):
         x = self.dropout(self.norm_in(x))
         for block in self.blocks[:-1]:
             x = block(x)
-        x = self.blocks[-1](x, kinds, self._mask(observations.shape[1], kinds, x.device))
+        x = self.blocks[-1](x, kinds, self._visible(observations.shape[1], kinds))
         return self.norm_out(x).unflatten(1, (-1, len(kinds)))  # type: ignore[no-any-return]
 
-    def _mask(self, context: int, kinds: tuple[int, ...], device: torch.device) -> Tensor:
-        """Which of the 4K keys each read token may attend to."""
-        place = torch.arange(context, device=device)[:, None] * TOKENS + torch.tensor(kinds, device=device)
-        return torch.arange(context * TOKENS, device=device) <= place.flatten()[:, None]
+    def _visible(self, context: int, kinds: tuple[int, ...]) -> Tensor:
+        """Which of the 4K keys each read token may attend to: [K * len(kinds), 4K]."""
+        rows = self.causal[: context * TOKENS, : context * TOKENS].unflatten(0, (context, TOKENS))
+        return torch.cat([rows[:, kind : kind + 1] for kind in kinds], 1).flatten(0, 1)
 
     def _embed(
         self, return_to_go: Tensor, cost_to_go: Tensor, observations: Tensor, actions: Tensor, steps: Tensor

@@ -1,0 +1,199 @@
+"""`qpt evaluate`: run a policy in a simulator at one or more cost limits."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from qpt.cli.run import run
+from qpt.envs import make_env
+from qpt.envs.vector import dimensions
+from qpt.errors import QptError, require
+from qpt.evaluation import (
+    CallablePolicy,
+    ConstantPolicy,
+    EpisodePolicy,
+    Episodes,
+    RandomPolicy,
+    episode_seeds,
+    evaluate,
+)
+from qpt.tasks import Task, get_task
+
+FRAMES = 250  # of a picture at most: longer episodes leave some out
+
+
+def evaluate_command(
+    task: str | None = None,
+    checkpoint: Path | None = None,
+    policy: str | None = None,
+    limits: Annotated[tuple[float, ...] | None, tyro.conf.arg(metavar="X [X ...]")] = None,
+    episodes: int = 20,
+    seed: int = 0,
+    workers: int | None = None,
+    slots: int | None = None,
+    out: Path | None = None,
+    record: Path | None = None,
+    render: int = 0,
+    render_dir: Path = Path("renders"),
+    step_timeout: float = 120.0,
+) -> int:
+    """Run a policy in its task's simulator and print one line for each cost limit, with 95 % intervals.
+
+    Args:
+        task: The task; by default the one the checkpoint was trained for.
+        checkpoint: A run folder or a checkpoint folder.
+        policy: Instead of a checkpoint: random, zero, or module:function for a function of observations [n, S].
+        limits: Cost limits of an episode; by default the task's own.
+        episodes: Episodes at each limit.
+        seed: Seed of the evaluation; the same seed gives the same rows.
+        workers: Simulator processes; by default one a core, 0 for none.
+        slots: Episodes that run at the same time.
+        out: Write the table of episodes to this .csv or .parquet file.
+        record: Write the episodes themselves to this DSRL file (.hdf5).
+        render: Draw this many episodes at each limit as GIF pictures.
+        render_dir: Where the pictures go.
+        step_timeout: Seconds after which a simulator step counts as hung.
+    """
+    if (checkpoint is None) == (policy is None):
+        raise QptError("give either --checkpoint or --policy (random, zero or module:function)")
+    if out is not None and out.suffix not in (".csv", ".parquet"):
+        raise QptError(f"a table is saved as .csv or .parquet, not as {out.name!r}; change the ending of --out")
+    chosen: Any = None
+    if checkpoint is not None:
+        chosen = importlib.import_module("qpt.policy").load_policy(checkpoint)
+        task = task or getattr(chosen, "task", None)
+    if task is None:
+        raise QptError("give the task to evaluate in with --task; `qpt tasks` lists them")
+    facts = get_task(task)
+    chosen = chosen if chosen is not None else _named_policy(str(policy), facts)
+    wanted = facts.cost_limits if limits is None else limits
+    results = evaluate(
+        chosen,
+        facts,
+        episodes=episodes,
+        cost_limits=wanted,
+        seed=seed,
+        workers=workers,
+        slots=slots,
+        progress=sys.stderr.isatty(),
+        record=record is not None,
+        step_timeout=step_timeout,
+    )
+    if out is not None:
+        results.save(out)
+    if record is not None and results.trajectories is not None:
+        importlib.import_module("qpt.data").write(results.trajectories, record)
+    console = Console() if sys.stdout.isatty() else Console(width=120)  # a pipe has no width of its own
+    console.print(table(results))
+    trained = getattr(chosen, "trained_limit", None)
+    if chosen.limit_mode == "trained" and trained is not None:
+        console.print(
+            f"The policy was trained for the limit {trained:g}: other limits change its score, not its behaviour."
+        )
+    for path in (out, record):
+        if path is not None:
+            console.print(f"wrote {path}", highlight=False)
+    for index, limit in enumerate(wanted):
+        for number in range(min(render, episodes)):
+            file = render_dir / f"{facts.name}-limit{limit:g}-episode{number}.gif"
+            draw(chosen, facts, limit, episode_seeds(seed, index, number), file)
+            console.print(f"wrote {file}", highlight=False)
+    return 0
+
+
+def table(results: Episodes) -> Table:
+    """One line for each limit; "safe" is said only when the whole interval of the mean cost lies within the limit."""
+    lines = results.summary()
+    first = lines[0]
+    grid = Table(
+        title=f"{first['task']} · {first['algorithm']} · {first['episodes']} episodes a limit, 95 % intervals",
+        box=SIMPLE_HEAD,
+    )
+    headings = (
+        "limit",
+        "return",
+        "cost",
+        "norm. return",
+        "norm. cost",
+        "P(cost ≤ limit)",
+        "worst 10 %",
+        "fallback",
+        "",
+    )
+    for name in headings:
+        grid.add_column(name, justify="left" if not name else "right")
+    for line in lines:
+        low, high = line["cost_interval"]
+        limit = line["cost_limit"]
+        verdict = "safe" if high <= limit else "unsafe" if low > limit else "unclear"
+        grid.add_row(
+            f"{limit:g}",
+            _with_interval(line, "return", 1),
+            _with_interval(line, "cost", 1),
+            _with_interval(line, "normalized_return", 3),
+            _with_interval(line, "normalized_cost", 2),
+            _with_interval(line, "within_limit", 2),
+            f"{line['cost_cvar']:.1f}",
+            "–" if math.isnan(line["fallback_share"]) else f"{line['fallback_share']:.0%}",
+            verdict,
+            style={"safe": "bold", "unsafe": "dim"}.get(verdict, ""),
+        )
+    return grid
+
+
+def _with_interval(line: dict[str, Any], key: str, digits: int) -> str:
+    low, high = line[f"{key}_interval"]
+    return "–" if math.isnan(line[key]) else f"{line[key]:.{digits}f}\n\\[{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def _named_policy(name: str, task: Task) -> EpisodePolicy:
+    if name == "random":
+        return RandomPolicy(dimensions(task)[1])
+    if name == "zero":
+        return ConstantPolicy(np.zeros(dimensions(task)[1]))
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise QptError(f"there is no policy {name!r}; use random, zero or module:function")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # a module in the current folder, as with `python -m`
+    try:
+        return CallablePolicy(getattr(importlib.import_module(module), function), name)
+    except (ImportError, AttributeError) as error:
+        raise QptError(f"the policy {name!r} cannot be imported: {error}") from error
+
+
+def draw(policy: EpisodePolicy, task: Task, cost_limit: float, seeds: tuple[int, int], path: Path) -> None:
+    """Run one episode with pictures and write it as a GIF."""
+    writer = require("imageio.v3", "sims")
+    env = make_env(task, render=True)
+    frames = []
+    try:
+        observation, _ = env.reset(seed=seeds[0])
+        policy.reset(1, cost_limits=np.array([cost_limit]), seeds=np.array([seeds[1]], np.int64))
+        active, step, done = np.ones(1, bool), 0, False
+        every = max(1, math.ceil((task.horizon or FRAMES) / FRAMES))
+        while not done:
+            if step % every == 0:
+                frames.append(np.asarray(env.render(), np.uint8))
+            observation, reward, terminated, truncated, info = env.step(policy.act(observation[None], active)[0])
+            policy.observe(np.array([reward], np.float32), np.array([info["cost"]], np.float32))
+            step, done = step + 1, terminated or truncated
+    finally:
+        env.close()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer.imwrite(path, frames, duration=40, loop=0)
+
+
+def main(args: Sequence[str]) -> int:
+    return run(evaluate_command, args, "evaluate")

@@ -1,0 +1,99 @@
+"""What every data file must fulfil before it is read, a sentence for each defect, and text that is safe to print."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from qpt.errors import QptError
+
+KEYS = ("observations", "actions", "rewards", "costs", "terminals")  # a file needs all of these
+OPTIONAL = ("timeouts", "next_observations", "final_observations")
+OF_READING = ("source", "dropped_steps")  # entries of info said by the reader, not by the file
+_TABLES = ("observations", "actions", "next_observations", "final_observations")  # rank 2; the others: 1, or [N, 1]
+_RATIO = 1100  # gzip shrinks by 1032 at most
+_SLACK = 2**20  # bytes; a chunk may be larger than the little that is in it
+
+
+def check_column(name: str, shape: tuple[int, ...] | None, dtype: np.dtype[Any]) -> None:
+    if dtype.kind not in "fiub":
+        what = {"O": "objects, strings or references", "S": "strings", "U": "strings", "V": "compound or opaque values"}
+        raise QptError(f"{name} holds {what.get(dtype.kind, str(dtype))}; only plain numbers can be read")
+    if shape is None or len(shape) == 0:
+        raise QptError(f"{name} is a single value or empty; it must have one row a step")
+    if len(shape) > 2 or (name in _TABLES and len(shape) != 2):
+        wanted = "[steps, columns]" if name in _TABLES else "[steps]"
+        raise QptError(f"{name} has shape {list(shape)}; it must be {wanted}")
+
+
+def check_present(names: set[str], others: list[str], cost_key: str | None) -> None:
+    missing = [key for key in KEYS if key not in names]
+    if not missing:
+        return
+    if any(other.startswith("episode_") for other in others):
+        raise QptError("this is the inner file of a Minari data set; give the folder of the data set instead")
+    found = f"; it has {', '.join(sorted(others)[:12])}" if others else "; it is empty"
+    if missing == ["costs"] and cost_key is None:
+        found += " (if the costs have another name, give it as the cost key)"
+    raise QptError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing{found}")
+
+
+def check_size(name: str, declared: int, file_size: int, limit: int) -> None:
+    if declared > limit:
+        raise QptError(
+            f"{name} would take {_size(declared)} of memory and the limit is {_size(limit)}; "
+            "if the file is to be trusted, raise QPT_MAX_BYTES"
+        )
+    if declared > _RATIO * file_size + _SLACK:
+        raise QptError(
+            f"{name} claims {_size(declared)} but the file has only {_size(file_size)}; it is damaged or a trap"
+        )
+
+
+def labelled(info: dict[str, Any]) -> dict[str, Any]:
+    for key in OF_READING:
+        info.pop(key, None)
+    if info.pop("surrogate", False) is True or "surrogate" in str(info.get("note", "")).lower():
+        info["surrogate"] = True
+    return info
+
+
+def default_max_bytes() -> int:
+    """QPT_MAX_BYTES, or three quarters of the memory of this machine (64 GiB where that is not known)."""
+    text = os.environ.get("QPT_MAX_BYTES")
+    if text:
+        if not text.isdigit():
+            raise QptError(f"QPT_MAX_BYTES must be a whole number of bytes, not {text!r}")
+        return int(text)
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 3 // 4
+    except (AttributeError, ValueError, OSError):
+        return 64 * 2**30
+
+
+def clean(text: str, keep: str = "\n\t") -> str:
+    """Safe to print: no control characters, no half characters."""
+    return "".join(c if c.isprintable() or c in keep else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def plain_value(value: Any) -> Any:
+    """Python's own numbers, strings and lists of them; None for anything else."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "replace")
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, list | tuple):
+        return [plain_value(item) for item in value]
+    return value if isinstance(value, bool | int | float) else None
+
+
+def _size(count: int) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}"
+        count //= 1024
+    return f"{count:,} TiB"

@@ -1,0 +1,187 @@
+"""`qpt data info`, `convert`, `validate`: what they print, write and return."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from qpt import plotting
+from qpt.cli import main
+from qpt.cli.run import run_group
+from qpt.data import Trajectories, load_dataset, read, write
+from qpt.errors import QptError
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """Four episodes of two steps with (cost, return) = (0, 1), (2, 5), (4, 3), (9, 8)."""
+    costs, rewards = np.array([0, 0, 1, 1, 4, 0, 9, 0.0]), np.array([1, 0, 2, 3, 3, 0, 0, 8.0])
+    timeouts = np.arange(8) % 2 == 1
+    data = Trajectories.from_arrays(np.eye(8), np.zeros((8, 2)), rewards, costs, np.zeros(8), timeouts)
+    return write(data, tmp_path / "small.hdf5")
+
+
+def test_info_prints_the_numbers(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "info", str(small), "--limits", "5", "0", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "4 episodes, 8 steps" in text
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    assert ["episode return", "1.0", "4.2", "8.0"] in rows
+    assert ["episode cost", "0.0", "3.8", "9.0"] in rows
+    assert [row for row in rows if len(row) == 3] == [
+        ["0", "25.0%", "1.0"],
+        ["2", "50.0%", "5.0"],
+        ["5", "75.0%", "5.0"],
+    ]
+    assert "surrogate" not in text
+
+
+def test_info_as_json(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "info", str(small), "--json", "--limits", "2", "--out", str(tmp_path / "new" / "a.svg")]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["episodes"] == 4
+    assert facts["limits"] == [{"cost_limit": 2.0, "share_within": 0.5, "best_safe_return": 5.0}]
+    assert (tmp_path / "new" / "a.svg").read_text(encoding="utf-8").lstrip().startswith("<?xml")
+
+
+def test_info_says_surrogate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "a.png"
+    assert main(["data", "info", "embedded:ballcircle", "--out", str(picture)]) == 0
+    text = capsys.readouterr().out
+    assert "surrogate data" in text
+    assert "not the DSRL data" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["data", "info", "embedded:ballcircle", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["surrogate"] is True
+    assert "surrogate" in facts["note"]
+
+
+def test_info_says_what_was_dropped(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with h5py.File(small, "a") as file:
+        file["timeouts"][-1] = False
+    assert main(["data", "info", str(small)]) == 0
+    assert "dropped: 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "sentence"),
+    [
+        (["info", "nowhere.hdf5"], 1, "there is no file nowhere.hdf5"),
+        (["info", "BalCircle"], 1, "did you mean 'BallCircle'"),
+        (["info", "embedded:ballcircle", "--limits", "-1"], 1, "a cost limit is a number from 0 up"),
+        (["info", "embedded:ballcircle", "--out", "a.doc"], 1, "end its name in .png"),
+        (["convert", "embedded:ballcircle", "a.csv"], 1, "ends in .hdf5 or .npz"),
+        (["validate"], 2, "no file is given"),
+        (["nonsense"], 2, "there is no command 'data nonsense'"),
+    ],
+)
+def test_errors_are_one_sentence(args: list[str], code: int, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", *args]) == code
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert sentence in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_convert(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "convert", str(small), str(tmp_path / "b.hdf5"), "--compact"]) == 0
+    assert main(["data", "convert", str(tmp_path / "b.hdf5"), str(tmp_path / "c.npz")]) == 0
+    assert "4 episodes, 8 steps" in capsys.readouterr().out
+    with h5py.File(tmp_path / "b.hdf5") as file:
+        assert "final_observations" in file
+        assert "next_observations" not in file
+    assert read(tmp_path / "c.npz").fingerprint == read(small).fingerprint
+
+
+def test_validate(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = tmp_path / "bad.hdf5"
+    bad.write_bytes(small.read_bytes()[:-500])
+    assert main(["data", "validate", str(small)]) == 0
+    assert capsys.readouterr().out == f"{small}: good\n"
+    assert main(["data", "validate", str(small), str(bad), "nowhere.hdf5"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert lines[0] == f"{small}: good"
+    assert lines[1].startswith(f"bad: {bad}: the file is cut short")
+    assert "there is no file" in lines[2]
+
+
+def test_the_bound_of_actions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = Trajectories.from_arrays(np.eye(2), np.full((2, 1), 2.0), [0, 0], [0, 0], [0, 1], action_bound=None)
+    path = write(data, tmp_path / "wide.hdf5")
+    assert main(["data", "validate", str(path)]) == 1
+    assert "largest magnitude is 2" in capsys.readouterr().out
+    assert main(["data", "validate", str(path), "--action-bound", "2"]) == 0
+
+
+@pytest.mark.parametrize("command", ["info", "convert", "validate"])
+def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["data", command, "--help"])
+    assert stop.value.code == 0
+    assert f"Example: qpt data {command} " in capsys.readouterr().out
+
+
+def test_wrong_usage_exits_with_2() -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["data", "info"])
+    assert stop.value.code == 2
+
+
+def test_groups_import_only_what_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    def here() -> int:
+        """Does nothing much."""
+        return 7
+
+    assert run_group({"here": here, "there": "no.such.module:function"}, ["here"], "x") == 7
+    assert run_group({"here": here}, ["--help"], "x") == 0
+    assert "here  Does nothing much." in capsys.readouterr().out
+    assert run_group({"here": here}, [], "x") == 2
+
+
+def test_the_picture(small: Path) -> None:
+    """Its frontier and its points are the data's."""
+    data = load_dataset(small)
+    axes = plotting.cost_return_plane(data, [2.0, 5.0], "$title_{").axes[0]
+    points = axes.collections[0].get_offsets()
+    assert points.tolist() == [[0, 1], [2, 5], [4, 3], [9, 8]]
+    frontier = axes.lines[0]
+    assert frontier.get_drawstyle() == "steps-post"
+    for cost, best in zip(*frontier.get_data(), strict=True):
+        assert best == max(r for c, r in points if c <= cost)
+    assert [line.get_xdata()[0] for line in axes.lines[1:]] == [2.0, 5.0]
+
+
+def test_a_picture_of_one_free_episode(tmp_path: Path) -> None:
+    data = Trajectories.from_arrays([[0.0]], [[0.0]], [0.0], [0.0], [1])
+    plotting.save(plotting.cost_return_plane(data), tmp_path / "a.png")
+
+
+def test_a_surrogate_is_never_unlabelled() -> None:
+    data = Trajectories.from_arrays([[0.0]], [[0.0]], [0.0], [0.0], [1], info={"surrogate": True})
+    assert "surrogate" in plotting.cost_return_plane(data).axes[0].get_title(loc="left")
+
+
+def test_pictures_leave_pyplot_alone(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom qpt.cli import main\nmain(['data', 'info', 'embedded:ballcircle', '--out', sys.argv[1]])\n"
+        "print('torch' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "a.png")], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "False False"
+    assert (tmp_path / "a.png").is_file()
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(QptError, match=r"pip install 'qpt\[plot\]'"):
+        plotting.new_figure()

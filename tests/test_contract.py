@@ -1,0 +1,206 @@
+"""What every method promises, whatever it computes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from helpers import tiny_data
+from qpt.algorithms.base import Spec, algorithm_classes, algorithm_names, config_from
+from qpt.checkpoint import MODEL, load_algorithm, resolve
+from qpt.errors import QptError
+from qpt.policy import Policy, load_policy
+from qpt.training import TrainConfig, train
+
+LIMIT = 8.0
+# Small enough for seconds; each is used where a method has a field of that name.
+SMALL: dict[str, Any] = {
+    "batch_size": 16,
+    "width": 16,
+    "critic_width": 16,
+    "vae_width": 16,
+    "layers": 1,
+    "heads": 2,
+    "context": 4,
+    "candidates": 5,
+    "samples": 3,
+    "cost_limit": LIMIT,
+}
+NAMES = algorithm_names()
+
+
+def small(name: str, **changes: Any) -> Any:
+    config_class = algorithm_classes(name)[1]
+    known = {f.name for f in fields(config_class)}
+    return replace(config_class(), **{k: v for k, v in {**SMALL, **changes}.items() if k in known})
+
+
+def fit(name: str, out: Path, steps: int = 4, seed: int = 0, **settings: Any) -> Any:
+    config = TrainConfig(
+        algorithm=name,
+        config=small(name, steps=steps),
+        seed=seed,
+        device="cpu",
+        out=out,
+        checkpoint_every=2,
+        keep=9,
+        progress=False,
+        threads=1,  # tiny tensors: more threads only wait for each other
+        **settings,
+    )
+    return train(config, tiny_data())
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(resolve(folder) / MODEL)
+
+
+def assert_equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == two.keys()
+    for key in one:
+        assert torch.equal(one[key], two[key]), key
+
+
+def play(policy: Policy, observations: np.ndarray, seeds: list[int], **start: Any) -> np.ndarray:
+    """Actions of episodes with given observations [T, n, S]: [T, n, A]."""
+    policy.reset(observations.shape[1], seeds=seeds, **start)
+    actions = []
+    for t, seen in enumerate(observations):
+        actions.append(policy.act(seen))
+        policy.observe(np.full(len(seen), 0.5 * t), np.full(len(seen), t % 2))
+    return np.stack(actions)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """One short run of a method, made when first asked for."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    @cache
+    def run(name: str) -> Path:
+        fit(name, folder / name)
+        return folder / name
+
+    return run
+
+
+def watched(n: int = 3, steps: int = 7) -> np.ndarray:
+    return np.random.default_rng(1).normal(size=(steps, n, 3)).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fit_changes_weights_and_logs_finite_metrics(name: str, runs: Callable[[str], Path]) -> None:
+    rows = [json.loads(line) for line in (runs(name) / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 4
+    assert any("loss" in key for key in rows[-1])
+    assert all(np.isfinite(v) for v in rows[-1].values())
+    first = load_file(sorted((runs(name) / "checkpoints").glob("step-*"))[0] / MODEL)
+    last = weights(runs(name))
+    assert any(not torch.equal(first[k], last[k]) for k in last)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_loss_reaches_its_parameters(name: str) -> None:
+    """Two steps move every parameter that an optimiser holds."""
+    torch.manual_seed(0)
+    data = tiny_data()
+    algorithm = algorithm_classes(name)[0](small(name, dropout=0.0), Spec.from_data(data))
+    sampler = algorithm.make_sampler(data, torch.device("cpu"), 0)
+    held = {id(p) for o in algorithm.optimizers.values() for g in o.param_groups for p in g["params"]}
+    before = {n: p.detach().clone() for n, p in algorithm.named_parameters() if id(p) in held}
+    assert before
+    for _ in range(2):
+        algorithm.update(sampler.sample())
+    still = [n for n, p in algorithm.named_parameters() if n in before and torch.equal(p, before[n])]
+    assert not still
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_and_loaded_policy_acts_the_same(name: str, runs: Callable[[str], Path]) -> None:
+    algorithm, _ = load_algorithm(resolve(runs(name)))
+    first = play(Policy(algorithm, trained_limit=LIMIT), watched(), [1, 2, 3], cost_limits=LIMIT)
+    second = play(load_policy(runs(name)), watched(), [1, 2, 3], cost_limits=LIMIT)
+    assert np.array_equal(first, second)
+    assert np.abs(first).max() <= 1
+    assert np.ptp(first) > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_resumed_run_equals_an_uninterrupted_one(name: str, runs: Callable[[str], Path], tmp_path: Path) -> None:
+    fit(name, tmp_path / "halves", steps=2)
+    run = fit(name, tmp_path / "halves", steps=4, resume=True)
+    assert run.step == 4
+    assert_equal(weights(tmp_path / "halves"), weights(runs(name)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_seed_decides(name: str, runs: Callable[[str], Path], tmp_path: Path) -> None:
+    fit(name, tmp_path / "same")
+    assert_equal(weights(tmp_path / "same"), weights(runs(name)))
+    fit(name, tmp_path / "other", seed=1)
+    other, mine = weights(tmp_path / "other"), weights(runs(name))
+    assert any(not torch.equal(other[k], mine[k]) for k in mine)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("preset", ["default", "paper"])
+def test_config_survives_json(name: str, preset: str) -> None:
+    config_class = algorithm_classes(name)[1]
+    config = config_class.preset(preset)
+    assert config_from(config_class, json.loads(json.dumps(asdict(config)))) == config
+    with pytest.raises(QptError, match="nonsense"):
+        config_class.preset("nonsense")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_deciding_together_equals_deciding_alone(name: str, runs: Callable[[str], Path]) -> None:
+    policy, seen, seeds = load_policy(runs(name)), watched(4), [11, 22, 33, 44]
+    together = play(policy, seen, seeds, cost_limits=LIMIT)
+    for i in range(4):
+        alone = play(policy, seen[:, i : i + 1], seeds[i : i + 1], cost_limits=LIMIT)
+        np.testing.assert_allclose(together[:, i], alone[:, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_limit_mode(name: str, runs: Callable[[str], Path]) -> None:
+    policy = load_policy(runs(name))
+    if policy.limit_mode == "trained":
+        policy.reset(2)
+        assert policy.cost_limits.tolist() == [LIMIT, LIMIT]
+        with pytest.raises(QptError, match="trained for a cost limit of 8 and cannot take another; train one for 9"):
+            policy.reset(2, cost_limits=9.0)
+        return
+    # All history equal, only the limit differs.
+    seeds = [5, 5]
+    policy.reset(2, cost_limits=[1.0, 1.0], return_targets=[10.0, 10.0], seeds=seeds)
+    same = policy.act(np.repeat(watched(1, 1)[0], 2, 0))
+    np.testing.assert_allclose(same[0], same[1], atol=1e-6)
+    policy.reset(2, cost_limits=[0.0, 20.0], return_targets=[10.0, 10.0], seeds=seeds)
+    actions = policy.act(np.repeat(watched(1, 1)[0], 2, 0))
+    if policy.limit_mode == "ignored":
+        np.testing.assert_allclose(actions[0], actions[1], atol=1e-6)
+    elif name in ("qpt", "cdt"):  # others may rightly choose the same action at both
+        assert np.abs(actions[0] - actions[1]).max() > 1e-7
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("variant", ["correct", "reference"])
+def test_both_variants_step(name: str, variant: str) -> None:
+    config_class = algorithm_classes(name)[1]
+    if "variant" not in {f.name for f in fields(config_class)}:
+        pytest.skip("one variant")
+    data = tiny_data()
+    algorithm = algorithm_classes(name)[0](small(name, variant=variant), Spec.from_data(data))
+    sampler = algorithm.make_sampler(data, torch.device("cpu"), 0)
+    for _ in range(2):
+        metrics = algorithm.update(sampler.sample())
+    assert all(torch.isfinite(v).all() for v in metrics.values())

@@ -1,0 +1,458 @@
+"""Files: what DSRL's loader accepts is read, what is written is read back equal, and each defect gets its sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import qpt
+from qpt.data import load_dataset
+from qpt.data.checks import default_max_bytes
+from qpt.data.files import read, write
+from qpt.data.trajectories import Trajectories
+from qpt.data.validation import validate
+from qpt.errors import QptError
+from qpt.tasks import get_task
+
+NAMES = ("observations", "actions", "rewards", "costs", "terminals", "timeouts", "offsets", "final_observations")
+
+
+def arrays(lengths: tuple[int, ...] = (5, 3, 4), tail: int = 0, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    n = sum(lengths) + tail
+    ends = np.cumsum(lengths) - 1
+    observations = rng.normal(size=(n, 4)).astype(np.float32)
+    following = np.concatenate([observations[1:], rng.normal(size=(1, 4)).astype(np.float32)])
+    following[ends] = rng.normal(size=(len(ends), 4))
+    terminals, timeouts = np.zeros(n, bool), np.zeros(n, bool)
+    terminals[ends[::2]] = True
+    timeouts[ends[1::2]] = True
+    return {
+        "observations": observations,
+        "next_observations": following,
+        "actions": rng.uniform(-1, 1, (n, 2)).astype(np.float32),
+        "rewards": rng.normal(size=n).astype(np.float32),
+        "costs": rng.integers(0, 2, n).astype(np.float32),
+        "terminals": terminals,
+        "timeouts": timeouts,
+    }
+
+
+def save(path: Path, columns: dict[str, Any], **storage: Any) -> Path:
+    with h5py.File(path, "w") as file:
+        for name, values in columns.items():
+            file.create_dataset(name, data=values, **storage)
+    return path
+
+
+def same(a: Trajectories, b: Trajectories) -> bool:
+    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in NAMES)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "storage",
+    [
+        {},
+        {"compression": "gzip"},
+        {"compression": "gzip", "shuffle": True, "chunks": True},
+        {"compression": "lzf", "fletcher32": True},
+    ],
+)
+@pytest.mark.parametrize("kind", [bool, np.uint8, np.int64, np.float32, np.float64])
+@pytest.mark.parametrize("column", [False, True])
+def test_all_that_dsrl_accepts(storage: dict[str, Any], kind: type, column: bool, tmp_path: Path) -> None:
+    columns = arrays(tail=2)
+    expected = Trajectories.from_arrays(**columns)
+    for name in ("terminals", "timeouts"):
+        columns[name] = columns[name].astype(kind)
+    if column:
+        columns = {name: values[:, None] if values.ndim == 1 else values for name, values in columns.items()}
+    path = save(tmp_path / "a.hdf5", columns, **storage)
+    with h5py.File(path, "a") as file:  # what else is in the file does not matter
+        file.create_group("infos")["speed"] = np.zeros(3)
+        file["names"] = ["x", "y"]
+    found = read(path)
+    assert same(found, expected)
+    assert found.info["dropped_steps"] == 2
+    assert found.info["source"] == str(path)
+    assert not found.is_surrogate
+
+
+def test_doubles_and_other_orders(tmp_path: Path) -> None:
+    columns = arrays()
+    expected = Trajectories.from_arrays(**columns)
+    assert same(read(save(tmp_path / "a.hdf5", {k: v.astype(np.float64) for k, v in columns.items()})), expected)
+    big = {k: v.astype(">f4") if v.dtype == np.float32 else v for k, v in columns.items()}
+    assert same(read(save(tmp_path / "b.hdf5", big)), expected)
+    np.savez(tmp_path / "c.npz", **{k: np.asfortranarray(v.astype(">f8")) for k, v in columns.items()})
+    assert same(read(tmp_path / "c.npz"), expected)
+
+
+def test_final_observations_instead_of_next(tmp_path: Path) -> None:
+    columns = arrays()
+    expected = Trajectories.from_arrays(**columns)
+    del columns["next_observations"]
+    found = read(save(tmp_path / "a.hdf5", {**columns, "final_observations": expected.final_observations}))
+    assert same(found, expected)
+    assert "final_observations" not in found.info
+
+
+def test_neither_is_said(tmp_path: Path) -> None:
+    columns = arrays()
+    del columns["next_observations"]
+    assert "stands in" in read(save(tmp_path / "a.hdf5", columns)).info["final_observations"]
+
+
+def test_costs_by_another_name(tmp_path: Path) -> None:
+    columns = arrays()
+    expected = Trajectories.from_arrays(**columns)
+    columns["damage"] = columns.pop("costs")
+    for path in (save(tmp_path / "a.hdf5", columns), tmp_path / "a.npz"):
+        if path.suffix == ".npz":
+            np.savez(path, **columns)
+        with pytest.raises(QptError, match=r"costs is missing; it has .*cost key"):
+            read(path)
+        assert same(read(path, cost_key="damage"), expected)
+
+
+def test_missing_timeouts(tmp_path: Path) -> None:
+    """Allowed where every episode ends by a terminal, as the data themselves show."""
+    columns = arrays()
+    columns["terminals"] |= columns.pop("timeouts")
+    assert len(read(save(tmp_path / "good.hdf5", columns))) == 3
+    hidden = arrays()
+    del hidden["timeouts"]  # the second episode is cut off, and its next observation shows it
+    with pytest.raises(QptError, match="timeouts is missing"):
+        read(save(tmp_path / "hidden.hdf5", hidden))
+    open_end = arrays((5, 3, 4, 2))
+    del open_end["timeouts"], open_end["next_observations"]
+    with pytest.raises(QptError, match="timeouts is missing"):
+        read(save(tmp_path / "open.hdf5", open_end))
+
+
+def test_surrogates_are_labelled(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.hdf5", arrays())
+    for note, expected in (("SURROGATE of DSRL", True), ("logged at home", False), (np.bytes_(b"a surrogate"), True)):
+        with h5py.File(path, "a") as file:
+            file.attrs["note"] = note
+        found = read(path)
+        assert found.is_surrogate is expected
+        assert found.info["note"] == (note.decode() if isinstance(note, bytes) else note)
+        for name in ("b.hdf5", "b.npz"):
+            assert read(write(found, tmp_path / name)).is_surrogate is expected
+
+
+# -- defects -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"costs": None}, "costs is missing; it has actions"),
+        ({"costs": None, "rewards": None}, "rewards and costs are missing"),
+        ({"observations": np.zeros(12)}, r"observations has shape \[12\]; it must be \[steps, columns\]"),
+        ({"rewards": np.zeros((12, 2))}, r"rewards has shape \[12, 2\]"),
+        ({"rewards": np.zeros(11)}, "rewards has 11 rows but observations has 12"),
+        ({"next_observations": np.zeros((11, 4))}, r"next_observations has shape \[11, 4\]"),
+        ({"rewards": np.array([0.0] * 7 + [np.nan] * 5)}, "rewards holds 5 NaN or infinite values, the first in row 7"),
+        ({"rewards": np.full(12, 1e300)}, "rewards holds 12 NaN or infinite"),
+        ({"actions": np.full((12, 2), -3.0)}, "actions must lie in .* largest magnitude is 3"),
+        ({"costs": np.array([0.0] * 11 + [-0.5])}, "row 11 holds -0.5"),
+        ({"terminals": np.zeros(12), "timeouts": np.zeros(12)}, "no episode is complete"),
+        ({"timeouts": np.full(12, 0.5)}, "other than 0 and 1"),
+        ({name: values[:0] for name, values in arrays().items()}, "no steps"),
+        ({"rewards": np.array([b"1"] * 12)}, "rewards holds"),
+    ],
+)
+@pytest.mark.parametrize("ending", ["hdf5", "npz"])
+def test_defects(change: dict[str, Any], sentence: str, ending: str, tmp_path: Path) -> None:
+    columns = {name: values for name, values in {**arrays(), **change}.items() if values is not None}
+    path = tmp_path / f"bad.{ending}"
+    if ending == "npz":
+        np.savez(path, **columns)
+    else:
+        save(path, columns)
+    with pytest.raises(QptError, match=sentence) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "the file is empty"),
+        (b"hello, this is text", "neither an HDF5 nor an npz"),
+        (b"<!DOCTYPE html><html>", "web page"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+        (b"\x89HDF\r\n\x1a\n", "cannot be read"),
+        (b"PK\x03\x04", "cannot be read"),
+    ],
+)
+def test_not_a_data_file(content: bytes, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.hdf5"
+    path.write_bytes(content)
+    with pytest.raises(QptError, match=sentence):
+        read(path)
+
+
+@pytest.mark.parametrize("ending", ["hdf5", "npz"])
+def test_every_truncation_is_noticed(ending: str, tmp_path: Path) -> None:
+    whole = write(Trajectories.from_arrays(**arrays()), tmp_path / f"a.{ending}").read_bytes()
+    path = tmp_path / f"cut.{ending}"
+    for size in range(1, len(whole), max(1, len(whole) // 60)):
+        path.write_bytes(whole[:size])
+        with pytest.raises(QptError):
+            read(path)
+
+
+def test_empty_hdf5_and_inner_file_of_minari(tmp_path: Path) -> None:
+    h5py.File(tmp_path / "a.hdf5", "w").close()
+    with pytest.raises(QptError, match="are missing; it is empty"):
+        read(tmp_path / "a.hdf5")
+    with h5py.File(tmp_path / "main_data.hdf5", "w") as file:
+        file.create_group("episode_0")
+    with pytest.raises(QptError, match="give the folder"):
+        read(tmp_path / "main_data.hdf5")
+
+
+def test_the_limit_of_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / "a.hdf5", arrays())
+    with pytest.raises(QptError, match="limit is 500 bytes"):
+        read(path, max_bytes=500)
+    monkeypatch.setenv("QPT_MAX_BYTES", "600")
+    with pytest.raises(QptError, match="limit is 600 bytes"):
+        read(path)
+    assert "limit is 600 bytes" in (validate(path) or "")
+    monkeypatch.setenv("QPT_MAX_BYTES", "much")
+    with pytest.raises(QptError, match="whole number of bytes"):
+        default_max_bytes()
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=6),
+    st.integers(0, 99),
+    st.booleans(),
+    st.sampled_from(["hdf5", "npz"]),
+    st.dictionaries(
+        st.text("abcdef", min_size=1, max_size=5),
+        st.one_of(
+            st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1),
+            st.integers(-(2**40), 2**40),
+            st.floats(allow_nan=False),
+        ),
+        max_size=3,
+    ),
+)
+def test_round_trip(
+    tmp_path: Path, lengths: list[int], seed: int, compact: bool, ending: str, info: dict[str, Any]
+) -> None:
+    data = Trajectories.from_arrays(**arrays(tuple(lengths), seed=seed), info=info)
+    found = read(write(data, tmp_path / f"a.{ending}", compact=compact))
+    assert same(found, data)
+    assert {key: found.info[key] for key in info} == info
+    assert found.info["num_trajectories"] == len(data)
+
+
+def test_written_in_dsrl_layout(tmp_path: Path) -> None:
+    columns = arrays()
+    path = write(
+        Trajectories.from_arrays(**columns, info={"seeds": [1, 2, 3], "ends": ["a", "b", "c"]}), tmp_path / "a.hdf5"
+    )
+    with h5py.File(path) as file:
+        assert set(file) == set(columns)
+        for name, values in columns.items():
+            assert np.array_equal(file[name], values)
+            assert file[name].dtype == values.dtype
+            assert (file[name].compression, file[name].shuffle) == ("gzip", True)
+    assert read(path).info["seeds"] == [1, 2, 3]
+    assert read(path).info["ends"] == ["a", "b", "c"]
+    full = path.stat().st_size
+    assert write(read(path), tmp_path / "b.hdf5", compact=True).stat().st_size < full
+    with h5py.File(write(read(tmp_path / "b.hdf5"), tmp_path / "c.hdf5")) as again, h5py.File(path) as file:
+        assert all(np.array_equal(again[name], file[name]) for name in columns)
+        assert all(np.array_equal(again.attrs[name], file.attrs[name]) for name in file.attrs)
+
+
+def test_names_that_cannot_be_written(tmp_path: Path) -> None:
+    data = Trajectories.from_arrays(**arrays())
+    with pytest.raises(QptError, match=r"ends in .hdf5 or .npz"):
+        write(data, tmp_path / "a.csv")
+    with pytest.raises(QptError, match="cannot be written: No such file or directory; nothing was written"):
+        write(data, tmp_path / "nowhere" / "a.hdf5")
+    (tmp_path / "folder.hdf5").mkdir()
+    with pytest.raises(QptError, match="cannot be written"):
+        write(data, tmp_path / "folder.hdf5")
+    assert [p.name for p in tmp_path.iterdir()] == ["folder.hdf5"]
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    target = write(Trajectories.from_arrays(**arrays()), tmp_path / "target.hdf5")
+    link = tmp_path / "link.hdf5"
+    link.symlink_to(target)
+    write(Trajectories.from_arrays(**arrays((2, 2))), link)
+    assert link.is_symlink()
+    assert len(read(target)) == 2
+
+
+@pytest.mark.parametrize("ending", ["hdf5", "npz"])
+def test_full_disk_keeps_the_old_file(ending: str, tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the full disk; it is for a whole process, hence another one."""
+    path = write(Trajectories.from_arrays(**arrays()), tmp_path / f"a.{ending}")
+    before = path.read_bytes()
+    code = (
+        "import sys, numpy as np\n"
+        "from qpt.data import Trajectories, write\n"
+        "n = 20000\n"
+        "o = np.random.default_rng(0).normal(size=(n, 5))\n"
+        "t = Trajectories.from_arrays(o, np.zeros((n, 1)), np.zeros(n), np.zeros(n), np.arange(n) == n - 1)\n"
+        "try:\n    write(t, sys.argv[1])\n"
+        "except Exception as error:\n    print(type(error).__name__, error)\n"
+    )
+
+    def small_disk() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, preexec_fn=small_disk, check=True
+    )
+    assert done.stdout.startswith("QptError")
+    assert "the old file is unchanged" in done.stdout
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_no_permission(tmp_path: Path) -> None:
+    path = write(Trajectories.from_arrays(**arrays()), tmp_path / "a.hdf5")
+    tmp_path.chmod(0o500)
+    path.chmod(0)
+    try:
+        if os.access(path, os.R_OK):
+            pytest.skip("permissions do not bind this user")
+        with pytest.raises(QptError, match="no permission"):
+            read(path)
+        with pytest.raises(QptError, match="cannot be written: Permission denied; the old file is unchanged"):
+            write(Trajectories.from_arrays(**arrays()), path)
+    finally:
+        tmp_path.chmod(0o700)
+
+
+# -- load_dataset ------------------------------------------------------------------------------------------------------
+
+
+def test_embedded() -> None:
+    data = qpt.load_dataset("embedded:ballcircle")
+    task = get_task("BallCircle")
+    assert (data.observation_dim, data.action_dim) == (task.observation_dim, task.action_dim)
+    assert len(data) == 300
+    assert set(data.lengths) == {task.horizon}
+    assert data.is_surrogate
+    assert "surrogate" in data.info["note"]
+    assert "farthest" in data.info["selection"]
+    # It covers the plane: episodes in nearly every cell that can have any.
+    cells = set(zip((data.episode_costs // 10).astype(int), (data.returns // 100).astype(int), strict=True))
+    assert len(cells) > 55
+    with pytest.raises(QptError, match="there is: ballcircle"):
+        load_dataset("embedded:nothing")
+
+
+def test_tasks_are_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("QPT_DATA_DIR", str(tmp_path / "ours"))
+    monkeypatch.delenv("DSRL_DATASET_DIR", raising=False)
+    with pytest.raises(QptError, match=r"`qpt data download BallCircle`.*`qpt collect --task BallCircle`"):
+        load_dataset("BallCircle")
+    (tmp_path / "ours").mkdir()
+    name = get_task("BallCircle").data_file
+    assert name is not None
+    write(Trajectories.from_arrays(**arrays()), tmp_path / "ours" / name)
+    assert len(load_dataset("BallCircle")) == 3
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "BallCircle").mkdir()  # a folder of that name does not hide the task
+    assert len(load_dataset("BallCircle")) == 3
+
+
+def test_sources_that_are_nothing(tmp_path: Path) -> None:
+    with pytest.raises(QptError, match="there is no file"):
+        load_dataset(tmp_path / "a.hdf5")
+    with pytest.raises(QptError, match=r"there is no file nowhere\.hdf5"):
+        load_dataset("nowhere.hdf5")
+    with pytest.raises(QptError, match="did you mean 'BallCircle'"):
+        load_dataset("BalCircle")
+    with pytest.raises(QptError, match="not a Minari data set"):
+        load_dataset(tmp_path)
+
+
+def test_load_dataset_looks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged file is found out in another process: nothing of it is read in this one."""
+    path = save(tmp_path / "a.hdf5", {**arrays(), "costs": np.array([b"1"] * 12)})
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("read in this process")
+
+    monkeypatch.setattr("qpt.data.files.read", never)
+    with pytest.raises(QptError, match="costs holds"):
+        load_dataset(path)
+
+
+def test_the_room_is_cheap() -> None:
+    code = "import sys, qpt.data; print(sorted({'torch', 'h5py', 'matplotlib'} & set(sys.modules)))"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
+    code = "import sys, qpt; qpt.load_dataset('embedded:ballcircle'); print('torch' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        == "False"
+    )
+
+
+# -- files of one's own ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("QPT_EXTRA_DATA" not in os.environ, reason="QPT_EXTRA_DATA names no folder")
+def test_every_extra_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from qpt.cli import main
+
+    files = sorted(Path(os.environ["QPT_EXTRA_DATA"]).glob("*.hdf5"))
+    assert files
+    for path in files:
+        assert validate(path) is None
+        data = load_dataset(path)
+        assert "next_observations" not in data.info
+        assert main(["data", "info", str(path), "--json", "--out", str(tmp_path / "picture.png")]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert facts["episodes"] == len(data)
+        assert facts["steps"] == data.steps
+        for compact in (False, True):
+            copy = write(data, tmp_path / "copy.hdf5", compact=compact)
+            assert same(read(copy), data)
+            with h5py.File(path) as one, h5py.File(copy) as other:
+                shared = set(one) & set(other)
+                assert shared >= {"observations", "actions", "rewards", "costs", "terminals", "timeouts"}
+                for name in shared:
+                    assert np.array_equal(one[name], other[name])
+                    assert one[name].dtype == other[name].dtype
+                for name in set(one.attrs) - {"layout"}:
+                    assert np.array_equal(one.attrs[name], other.attrs[name]), name

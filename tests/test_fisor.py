@@ -1,0 +1,179 @@
+"""FISOR: losses against loops, the difference of the variants, and a problem whose safe answer is known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from helpers import tiny_data
+from qpt.algorithms.base import Spec
+from qpt.algorithms.fisor import FISOR, FISORConfig
+from qpt.data.sampling import TransitionBatch, TransitionSampler
+from qpt.data.trajectories import Trajectories
+from qpt.errors import QptError
+from qpt.policy import Policy
+
+torch.set_num_threads(1)  # the fastest for small networks
+CONFIG = FISORConfig(width=16, policy_width=16, blocks=1, batch_size=32, dropout=0.0)
+
+
+def make(config: FISORConfig = CONFIG, seed: int = 0) -> tuple[FISOR, TransitionBatch]:
+    torch.manual_seed(seed)
+    data = tiny_data()
+    method = FISOR(config, Spec.from_data(data)).double()
+    for parameter in method.target_critics.parameters():  # targets that differ from the critics
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    batch = TransitionSampler(data, 64, seed=seed).sample()
+    assert batch.terminals.sum() > 0
+    assert batch.timeouts.sum() > 0
+    return method, TransitionBatch(*(f.double() if f.is_floating_point() else f for f in batch))
+
+
+def rows(method: FISOR, batch: TransitionBatch):
+    """Everything a loop needs, one logged step at a time, in floats."""
+    for i in range(len(batch.rewards)):
+        seen = (batch.observations[i] - method.see.mean) / method.see.std
+        after = (batch.next_observations[i] - method.see.mean) / method.see.std
+        both = torch.cat([seen, batch.actions[i]])
+        target = method.target_critics(both).flatten().tolist()
+        online = method.critics(both).flatten().tolist()
+        v, next_v = method.values(seen).flatten().tolist(), method.values(after).flatten().tolist()
+        yield i, online, min(target[:2]), max(target[2:]), v, next_v
+
+
+def test_value_loss_is_two_opposite_expectiles():
+    method, batch = make()
+    expected = 0.0
+    for _, _, reward_q, harm_q, (reward_v, harm_v), _ in rows(method, batch):
+        u, w = reward_q - reward_v, harm_q - harm_v
+        expected += (0.9 if u > 0 else 0.1) * u * u + (0.9 if w < 0 else 0.1) * w * w
+    assert method.value_loss(batch).item() == pytest.approx(expected / len(batch.rewards), rel=1e-6)
+
+
+@pytest.mark.parametrize("variant", ["correct", "reference"])
+def test_critic_loss_is_the_hamilton_jacobi_backup(variant):
+    method, batch = make(replace(CONFIG, variant=variant))
+    scale = method.spec.horizon / (method.spec.return_max - method.spec.return_min)
+    expected = 0.0
+    for i, online, _, _, _, (next_reward, next_harm) in rows(method, batch):
+        h = 25.0 if batch.costs[i] > 0 else -1.0
+        over = bool(batch.terminals[i]) or (variant == "reference" and bool(batch.timeouts[i]))
+        reward_target = scale * batch.rewards[i].item() + (0 if over else 0.99 * next_reward)
+        harm_target = h if over else 0.01 * h + 0.99 * max(h, next_harm)
+        expected += sum((q - reward_target) ** 2 for q in online[:2]) / 2
+        expected += sum((q - harm_target) ** 2 for q in online[2:]) / 2
+    assert method.critic_loss(batch).item() == pytest.approx(expected / len(batch.rewards), rel=1e-9)
+
+
+def test_the_variants_differ_at_timeouts_alone():
+    correct, batch = make()
+    reference, _ = make(replace(CONFIG, variant="reference"))
+    for ours, theirs in zip(correct.critic_targets_of(batch), reference.critic_targets_of(batch), strict=True):
+        differs = (ours - theirs).abs() > 1e-9
+        assert differs.any()
+        assert not (differs & (batch.timeouts == 0)).any()
+
+
+def test_actor_loss_weighs_by_feasibility():
+    method, batch = make(replace(CONFIG, cost_temperature=0.5, cost_weight_max=2.0, reward_weight_max=1.5))
+    with torch.no_grad():  # spread the values over all regimes
+        for net in (method.values, method.target_critics):
+            for parameter in net.parameters():
+                parameter.mul_(3)
+        method.values.biases[-1][1] -= 1.5
+    step = torch.randint(5, (len(batch.rewards),))
+    noise = torch.randn_like(batch.actions)
+    expected, regimes = 0.0, set()
+    for i, _, reward_q, harm_q, (reward_v, harm_v), _ in rows(method, batch):
+        if harm_v > 0:
+            weight, regime = min(math.exp(0.5 * (harm_v - harm_q)), 2.0), "unsafe"
+        elif harm_q <= 0:
+            weight, regime = min(math.exp(3.0 * (reward_q - reward_v)), 1.5), "safe"
+        else:
+            weight, regime = 0.0, "neither"
+        regimes.add(regime)
+        t = int(step[i])
+        noisy = method.diffusion.signal[t] * batch.actions[i] + method.diffusion.noise[t] * noise[i]
+        seen = (batch.observations[i] - method.see.mean) / method.see.std
+        predicted = method.denoiser(noisy[None], seen[None], step[i : i + 1])[0]
+        expected += weight * ((predicted - noise[i]) ** 2).sum().item()
+    assert regimes == {"safe", "unsafe", "neither"}
+    assert method.actor_loss(batch, step, noise).item() == pytest.approx(expected / len(batch.rewards), rel=1e-9)
+
+
+def test_act_takes_the_candidate_with_the_lowest_feasibility_value():
+    method, _ = make()
+    seen = torch.randn(2, 3, dtype=torch.float64)
+    policy = Policy(method, dtype=torch.float64)
+    policy.reset(2, seeds=[5, 6])
+    actions = policy.act(seen.numpy())
+    from qpt.nets.noise import episode_normal
+
+    noise = episode_normal(torch.tensor([5, 6]), torch.zeros(2), 16 * 5 * 2, stream=1).view(2, 16, 5, 2)
+    proposed = method.propose(method.see(seen), noise)
+    assert proposed.abs().max() <= 1
+    for row in range(2):
+        harm = [method.target_q(method.see(seen[row]), a)[1].item() for a in proposed[row]]
+        np.testing.assert_allclose(actions[row], proposed[row, int(np.argmin(harm))].detach(), rtol=1e-5)
+    assert policy.limit_mode == "ignored"
+
+
+def test_paper_preset_cuts_the_batch_and_decays_the_learning_rate():
+    paper = FISORConfig.preset("paper")
+    assert (paper.batch_size, paper.policy_updates, paper.critic_batch, paper.steps) == (2048, 2, 256, 1_000_000)
+    data = tiny_data()
+    method = FISOR(replace(CONFIG, policy_updates=2, critic_batch=8, lr_horizon=4), Spec.from_data(data))
+    sampler = method.make_sampler(data, torch.device("cpu"), 0)
+    rates = []
+    for _ in range(5):
+        method.update(sampler.sample())
+        rates.append(method.optimizers["policy"].param_groups[0]["lr"].item())
+    assert rates == pytest.approx([3e-4 * 0.5 * (1 + math.cos(math.pi * t / 4)) for t in range(5)], abs=1e-9)
+    assert method.optimizers["policy"].state[method.policy_parameters[0]]["step"] == 10
+    with pytest.raises(QptError, match="cannot be cut"):
+        FISOR(replace(CONFIG, policy_updates=3), Spec.from_data(data))
+    with pytest.raises(QptError, match="no preset"):
+        FISORConfig.preset("best")
+
+
+def cliff(count: int) -> Trajectories:
+    """Single steps: a > 0 earns 2 but costs; of the others a = -1/2 earns most (1) and the ends earn nothing."""
+    actions = np.random.default_rng(0).uniform(-1, 1, count)
+    return Trajectories.from_arrays(
+        observations=np.ones((count, 1)),
+        actions=actions[:, None],
+        rewards=np.where(actions > 0, 2.0, 1 - 2 * np.abs(actions + 0.5)),
+        costs=(actions > 0).astype(float),
+        terminals=np.ones(count, bool),
+    )
+
+
+def test_learns_to_earn_without_ever_violating():
+    torch.manual_seed(0)
+    config = FISORConfig(
+        width=64,
+        policy_width=64,
+        blocks=2,
+        batch_size=128,
+        lr=1e-3,
+        critic_lr=1e-3,
+        ema_rate=0.02,
+        target_rate=0.05,
+        violation=2.0,
+        reward_temperature=10.0,
+        dropout=0.0,
+    )
+    data = cliff(2000)
+    method = FISOR(config, Spec.from_data(data))
+    sampler = method.make_sampler(data, torch.device("cpu"), 0)
+    for _ in range(800):
+        method.update(sampler.sample())
+    policy = Policy(method)
+    policy.reset(200, seeds=np.arange(200))
+    actions = policy.act(np.ones((200, 1), np.float32))[:, 0]
+    assert (actions > 0).mean() <= 0.01
+    assert np.mean(1 - 2 * np.abs(actions + 0.5)) > 0.65  # safe actions at random earn 0.5
