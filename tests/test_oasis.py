@@ -195,8 +195,7 @@ def test_generated_transitions_fit_together():
     reward, cost = method.label(seen, following)
     torch.testing.assert_close(method.actions[3, 2], action, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(method.rewards[3, 2], reward / method.label_scale, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(method.costs[3, 2], cost.clamp(min=0), rtol=1e-3, atol=1e-4)
-    assert method.costs.min() >= 0
+    torch.testing.assert_close(method.costs[3, 2], cost, rtol=1e-3, atol=1e-4)
     batch = method.draw_generated()
     parts = [method.states[:, :-1], method.actions, method.states[:, 1:]]
     parts += [method.rewards[..., None], method.costs[..., None]]
@@ -374,9 +373,9 @@ def test_generates_and_learns_the_safe_way():
     torch.manual_seed(0)
     data = ways()
     config = OASISConfig(
-        steps=800,
-        generator_share=400 / 800,
-        labeler_share=150 / 800,
+        steps=600,
+        generator_share=350 / 600,
+        labeler_share=100 / 600,
         stage_min=0,
         batch_size=32,
         cost_limit=2.0,

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +32,13 @@ _log = logging.getLogger("qpt")
 class EpisodePolicy(Protocol):
     """What `evaluate` asks of a policy: n rows, each in an episode of its own. Noise comes from the row's seed."""
 
-    limit_mode: Literal["live", "trained", "ignored"]  # the limit is obeyed, was fixed in training, plays no part
-    observation_dim: int | None  # None: takes any
+    @property
+    def limit_mode(self) -> str:
+        """ "live": the limit is obeyed; "trained": it was fixed in training; "ignored": it plays no part."""
+
+    @property
+    def observation_dim(self) -> int | None:
+        """The length of observations it takes; None: any."""
 
     def reset(self, n: int, *, cost_limits: Floats, seeds: Ints) -> None:
         """Begin with n rows, each at the start of an episode."""
@@ -57,8 +62,8 @@ class EpisodePolicy(Protocol):
 class CallablePolicy:
     """Any function of observations [n, S] that gives actions [n, A]; rows without an episode hold zeros."""
 
-    limit_mode: Literal["live", "trained", "ignored"] = "ignored"
-    observation_dim: int | None = None
+    limit_mode = "ignored"
+    observation_dim = None
 
     def __init__(self, function: Callable[[Float32s], npt.ArrayLike], name: str | None = None) -> None:
         self.function = function
@@ -89,8 +94,8 @@ def ConstantPolicy(action: npt.ArrayLike) -> CallablePolicy:
 class RandomPolicy:
     """Uniform actions in [-1, 1], each episode from its own seed."""
 
-    limit_mode: Literal["live", "trained", "ignored"] = "ignored"
-    observation_dim: int | None = None
+    limit_mode = "ignored"
+    observation_dim = None
     algorithm = "random"
 
     def __init__(self, action_dim: int) -> None:

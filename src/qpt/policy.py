@@ -35,7 +35,7 @@ class Policy:
         checkpoint: str = "",
     ) -> None:
         self.method, self.spec, self.limit_mode = method, method.spec, method.limit_mode
-        self.algorithm, self.checkpoint = name, checkpoint  # names, for results
+        self.algorithm, self.checkpoint, self.task = name, checkpoint, self.spec.task  # names, for results
         self.trained_limit, self.past_horizon, self.dtype = trained_limit, past_horizon, dtype
         self.observation_dim, self.action_dim = self.spec.observation_dim, self.spec.action_dim
         self.count = 0

@@ -142,15 +142,15 @@ def factory_from(reference: str) -> Callable[[], Any]:
     module, _, name = reference.partition(":")
     if not module or not name:
         raise QptError(f"{reference!r} does not name a factory; write it as module:function")
+    return functools.partial(_make_from, module, name)  # unlike a closure, it can be sent to a worker process
 
-    def make() -> Any:
-        try:
-            target = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise QptError(f"the environment factory {reference!r} cannot be imported: {error}") from error
-        return target()
 
-    return make
+def _make_from(module: str, name: str) -> Any:
+    try:
+        target = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise QptError(f"the environment factory '{module}:{name}' cannot be imported: {error}") from error
+    return target()
 
 
 def _task_from(row: dict[str, Any], where: str) -> Task:

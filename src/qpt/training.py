@@ -414,12 +414,22 @@ def _append(path: Path, row: dict[str, Any]) -> None:
 
 
 def _append_csv(path: Path, row: dict[str, Any]) -> None:
-    new = not path.exists()
-    with path.open("a", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(row))
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+    """Add a row; where a method reports other metrics than before, the file is written anew with all columns."""
+    if path.exists():
+        with path.open(encoding="utf-8", newline="") as file:
+            columns = next(csv.reader(file), [])
+        if set(row) <= set(columns):
+            with path.open("a", encoding="utf-8", newline="") as file:
+                csv.DictWriter(file, columns).writerow(row)
+            return
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+    else:
+        columns, rows = [], []
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys([*columns, *row])))
+        writer.writeheader()
+        writer.writerows([*rows, row])
 
 
 def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -158,7 +158,10 @@ class BCQLag(nn.Module):
         return self.vae.loss(seen, actions, noise, self.config.vae_beta)
 
     def critic_loss(self, batch: TransitionBatch, noise: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Squared errors of all critics to r + γ max_i [κ min_j Q_j + (1 - κ) max_j Q_j](s', a_i); noise [B, N, L]."""
+        """Squared errors of all critics to r + γ max_i [q min_j Q_j + (1 - q) max_j Q_j](s', a_i); noise [B, N, L].
+
+        i runs over sampled actions, j over the two groups, and q is the caution.
+        """
         c = self.config
         with torch.no_grad():
             following = self.standardize(batch.next_observations)[:, None].expand(-1, c.samples, -1)  # [B, N, S]

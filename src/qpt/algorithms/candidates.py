@@ -82,14 +82,17 @@ def propose(method: QPT, context: Context, count: int) -> Tensor:
 
 
 def score(method: QPT, context: Context, actions: Tensor) -> tuple[Tensor, Tensor]:
-    """Target critics' reward and cost values of the candidates: [n, m] each."""
+    """Target critics' values of the candidates, reward as the critics scale it and cost as logged: [n, m] each."""
     c = method.config
     budgets, steps = context.now(context.cost_to_go), context.now(context.steps)
-    seen = method.features(context.now(context.observations), budgets, steps)[:, None].expand(-1, actions.shape[1], -1)
-    acted = torch.cat([seen, actions], -1)
-    reward_q = method.reduce(method.target_reward_critics(acted)[..., 0], c.reward_reduction)
-    cost_q = method.reduce(method.target_cost_critics(acted)[..., 0], c.cost_reduction)
-    return reward_q, cost_q
+    seen, unaware = method.features(context.now(context.observations), budgets, steps)
+
+    def beside(features: Tensor) -> Tensor:
+        return torch.cat([features[:, None].expand(-1, actions.shape[1], -1), actions], -1)
+
+    reward_q = method.reduce(method.target_reward_critics(beside(seen))[..., 0], c.reward_reduction)
+    cost_q = method.reduce(method.target_cost_critics(beside(unaware))[..., 0], c.cost_reduction)
+    return reward_q, cost_q / method.cost_scale
 
 
 def choose(method: QPT, context: Context, reward_q: Tensor, cost_q: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,10 +107,13 @@ def choose(method: QPT, context: Context, reward_q: Tensor, cost_q: Tensor) -> t
         if c.cost_test == "horizon":
             remaining = (method.spec.horizon - context.now(context.steps)).clamp(min=1)
             budget = discounted_limit(budget.clamp(min=0), remaining, c.cost_discount)
-        feasible = cost_q + c.test_offset <= budget[:, None]
+        margin = c.budget_margin if c.budget_critics else 0.0
+        feasible = cost_q + c.test_offset <= budget[:, None] + margin
         if c.cost_test == "none":
             feasible = torch.ones_like(feasible)
         value = reward_q
+    if c.selection == "shield":  # the first candidate is the policy's own choice: keep it where it fits
+        value = torch.where(feasible[:, :1], -torch.arange(value.shape[1], device=value.device, dtype=value.dtype), value)
     infeasible = ~feasible.any(1)
     fallback = {"least-cost": -cost_q, "ignore": reward_q, "tradeoff": balance}[c.fallback]
     value = torch.where(infeasible[:, None], fallback, value.masked_fill(~feasible, float("-inf")))

@@ -355,7 +355,7 @@ class OASIS(nn.Module):
             self.states[part] = clean * self.standardize.std + self.standardize.mean
             self.actions[part] = self.inverse(torch.cat([seen, following], -1)).clamp(-1, 1)
             self.rewards[part] = reward / self.label_scale if self.config.variant == "correct" else reward
-            self.costs[part] = cost.clamp(min=0)
+            self.costs[part] = cost  # may dip below 0: a clamp would raise the mean wherever the truth is 0
 
     def denoise(self, first: Tensor, wanted: Tensor) -> Tensor:
         """Sequences of standardised states from their first [n, S], under normalised conditions [n, 2]: [n, H, S]."""

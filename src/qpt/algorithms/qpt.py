@@ -83,28 +83,31 @@ class QPTConfig:
     # -- critics
     critic_width: int = 256
     """Width of the critics' three hidden layers."""
-    discount: float = 0.99
-    """Discount of the reward critics."""
-    cost_discount: float = 0.99
-    """Discount of the cost critics."""
+    discount: float = 1.0
+    """Discount of the reward critics (paper's predecessor: 0.99)."""
+    cost_discount: float = 1.0
+    """Discount of the cost critics; 1 with time critics makes Q^c comparable with the undiscounted cost-to-go."""
     n_step: int | None = None
     """Steps until a target bootstraps; None: to the end of the window, as in the paper."""
-    bootstrap: Literal["policy", "expectile"] = "policy"
+    bootstrap: Literal["policy", "expectile"] = "expectile"
     """Value at the end of the n steps: of the target policy's action (paper), or an in-sample expectile over logged actions."""
-    reward_expectile: float = 0.8
+    reward_expectile: float = 0.9
     """Expectile of the reward value (bootstrap "expectile"): above 0.5 leans towards the best logged actions."""
-    cost_expectile: float = 0.2
+    cost_expectile: float = 0.1
     """Expectile of the cost value: below 0.5 values the least-cost continuation, so that the test means something at every limit."""
-    budget_critics: bool = False
-    """Reward critics know the remaining budget (drawn at random in training) and pay for every cost beyond it."""
-    overspend_price: float = 2.0
-    """Price of a unit of cost beyond the budget, in units of the data's return range over its largest cost."""
-    time_critics: bool = False
+    budget_critics: bool = True
+    """Reward critics know the remaining budget, drawn at random in training, and value only continuations whose least cost
+    (by the cost critics) fits it; needs bootstrap "expectile"."""
+    budget_margin: float = 0.5
+    """Cost by which a continuation may exceed the budget and still count as fitting: the critics are not exact."""
+    time_critics: bool = True
     """Critics know the step, and a timeout ends the episode for them: values of the episode, not of an endless task."""
-    cost_reduction: Reduction = "min"
+    cost_reduction: Reduction = "mean"
     """Over the twin cost critics, in targets and in the test (paper: min)."""
     reward_scale: float | None = None
     """Factor of rewards in the critics; None: 10 / the mean return-to-go of the data."""
+    critic_cost_scale: float | None = None
+    """Factor of costs in the critics; None: 10 / the mean cost-to-go of the data."""
     clamp_cost: bool = False
     """Keep bootstrapped costs at or above 0."""
 
@@ -115,9 +118,11 @@ class QPTConfig:
     """Use the cost term (switch 3)."""
     eta_reward: float = 0.1
     """η1, weight of the reward term."""
-    eta_cost: float = 0.01
+    eta_cost: float = 0.1
     """η2, weight of the cost term."""
-    normalizer: Literal["batch", "data"] = "batch"
+    cost_term: Literal["all", "excess"] = "excess"
+    """Penalise the whole Q^c (paper), or only what exceeds the remaining budget."""
+    normalizer: Literal["batch", "data"] = "data"
     """Scale of a term: the batch mean of |Q| on logged actions (paper), or a constant of the data that cannot shrink as the policy gets safer."""
     normalizer_floor: float = 0.01
     """Smallest batch normaliser, for data in which costs are almost never seen."""
@@ -134,9 +139,13 @@ class QPTConfig:
     warmup: int = 500
     """Steps of linear warm-up of the policy's learning rate."""
     clip: float = 0.25
-    """Gradient-norm clip of the policy and of each kind of critic."""
+    """Gradient-norm clip of the policy."""
+    critic_clip: float = 10.0
+    """Gradient-norm clip of each kind of critic (paper: 0.25)."""
     ema: float = 0.995
-    """ρ: what the targets keep at every step."""
+    """ρ of the target policy: what it keeps at every step."""
+    critic_ema: float = 0.99
+    """ρ of the target critics (paper: that of the policy)."""
 
     # -- candidates and the test, at deployment
     inference_with_candidates: bool = True
@@ -157,8 +166,8 @@ class QPTConfig:
     """Added to Q^c in the test (see `qpt calibrate`)."""
     fallback: Literal["least-cost", "ignore", "tradeoff"] = "least-cost"
     """When no candidate is feasible: the least Q^c, the largest Q^r, or the trade-off."""
-    selection: Literal["constrained", "tradeoff"] = "constrained"
-    """Best feasible candidate, or argmax Q^r - λ Q^c."""
+    selection: Literal["constrained", "tradeoff", "shield"] = "constrained"
+    """Best feasible candidate (paper); argmax Q^r - λ Q^c; or the un-noised candidate unless it fails the test."""
     tradeoff: float = 1.0
     """λ of the trade-off, in reward per cost as the data scale them."""
     choice: Literal["argmax", "softmax"] = "argmax"
@@ -170,9 +179,13 @@ class QPTConfig:
 
     @classmethod
     def preset(cls, name: str) -> QPTConfig:
-        """ "default", or "paper": the paper to the letter, hyper-parameters of its table, its open policy choices as in CDT."""
+        """The default, "transformer" (no critics), or "paper": to the letter, with its table and CDT's open choices."""
         if name == "default":
             return cls()
+        if name == "transformer":  # the plain conditional transformer with augmentation: switches 2 to 4 off
+            return replace(
+                cls(), train_with_reward_critic=False, train_with_cost_critic=False, inference_with_candidates=False
+            )
         if name == "paper":
             return replace(
                 cls(),
@@ -191,9 +204,13 @@ class QPTConfig:
                 cost_reduction="min",
                 reward_reduction="min",
                 reward_scale=0.1,
+                critic_cost_scale=1.0,
+                critic_clip=0.25,
+                critic_ema=0.995,
                 clamp_cost=False,
                 eta_reward=0.1,
                 eta_cost=0.1,
+                cost_term="all",
                 normalizer="batch",
                 lr=1e-4,
                 critic_lr=1e-4,
@@ -208,7 +225,7 @@ class QPTConfig:
                 selection="constrained",
                 choice="argmax",
             )
-        raise QptError(f"QPT has no preset {name!r}; choose default or paper")
+        raise QptError(f"QPT has no preset {name!r}; choose default, paper or transformer")
 
 
 class QPT(nn.Module):
@@ -252,11 +269,10 @@ class QPT(nn.Module):
         self.register_buffer("step", torch.zeros((), dtype=torch.long))
         self.step: Tensor
         self.reward_scale = config.reward_scale or 10 / max(spec.mean_return_to_go, 1e-6)
-        # What a unit of cost beyond the budget is worth, in scaled reward.
-        self.price = (
-            config.overspend_price * self.reward_scale * (spec.return_max - spec.return_min) / max(spec.cost_max, 1.0)
-        )
+        self.cost_scale = config.critic_cost_scale or 10 / max(spec.mean_cost_to_go, 1.0)
         self.n_step = config.n_step or config.context
+        # All four switches off leave the plain conditional transformer, which needs no critics.
+        self.uses_critics = config.train_with_reward_critic or config.train_with_cost_critic or config.inference_with_candidates
         self.autocast = False  # set by the loop where bf16 pays
         self.make_optimizers()
 
@@ -307,14 +323,19 @@ class QPT(nn.Module):
     def squash(self, raw: Tensor) -> Tensor:
         return torch.tanh(raw) if self.config.head == "tanh" else raw
 
-    def features(self, observations: Tensor, budgets: Tensor, steps: Tensor) -> Tensor:
-        """What critics see of a state: normalised observation, and where configured the remaining budget and the step."""
+    def features(self, observations: Tensor, budgets: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+        """What the reward and the cost critics see of a state: the normalised observation and, where configured, the step.
+
+        With budget critics there is a place for the remaining budget, which cost critics see as 0: least cost has no budget.
+        """
         parts = [(observations - self.transformer.mean) / self.transformer.std]
-        if self.config.budget_critics:
-            parts.append(budgets.clamp(min=0)[..., None] * (4 / max(self.spec.cost_max, 1.0)))
         if self.config.time_critics:
             parts.append(steps[..., None].to(observations.dtype) * (2 / self.spec.horizon) - 1)
-        return torch.cat(parts, -1)
+        if not self.config.budget_critics:
+            seen = torch.cat(parts, -1)
+            return seen, seen
+        budget = budgets.clamp(min=0)[..., None] * (4 / max(self.spec.cost_max, 1.0))
+        return torch.cat([*parts, budget], -1), torch.cat([*parts, torch.zeros_like(budget)], -1)
 
     @staticmethod
     def reduce(twins: Tensor, how: Reduction) -> Tensor:
@@ -336,44 +357,49 @@ class QPT(nn.Module):
     def critic_loss(self, batch: WindowBatch, budget_draw: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Mean squared error of all four critics to their n-step targets (and of the values to their expectiles)."""
         c = self.config
-        rewards, budgets = batch.rewards * self.reward_scale, batch.cost_to_go
-        if c.budget_critics:
-            spent = batch.costs.cumsum(1) - batch.costs
-            budgets = (budget_draw[:, None] - spent).clamp(min=0)  # before each step
-            rewards = rewards - self.price * (batch.costs - budgets).clamp(min=0)
+        rewards, costs, budgets = batch.rewards * self.reward_scale, batch.costs * self.cost_scale, batch.cost_to_go
+        if c.budget_critics:  # before each step of the window
+            budgets = budget_draw[:, None] - (batch.costs.cumsum(1) - batch.costs)
         ended = batch.terminals.bool() | batch.timeouts.bool() if c.time_critics else batch.terminals
-        seen = self.features(batch.observations, budgets, batch.steps)  # [B, K, F]
+        seen, unaware = self.features(batch.observations, budgets, batch.steps)  # [B, K, F]
+        logged, logged_cost = torch.cat([seen, batch.actions], -1), torch.cat([unaware, batch.actions], -1)
         with torch.no_grad():
             if c.bootstrap == "policy":
                 acted = torch.cat([seen, self.policy(batch, target=True)], -1)
                 reward_value = self.reduce(self.target_reward_critics(acted)[..., 0], c.reward_reduction)
                 cost_value = self.reduce(self.target_cost_critics(acted)[..., 0], c.cost_reduction)
             else:
-                reward_value, cost_value = self.values(seen)[..., 0]
+                reward_value, cost_value = self.values.each(torch.stack([seen, unaware]))[..., 0]
             if c.clamp_cost:
                 cost_value = cost_value.clamp(min=0)
             reward_target, valid = n_step_targets(rewards, reward_value, batch.mask, ended, c.discount, self.n_step)
-            cost_target, _ = n_step_targets(batch.costs, cost_value, batch.mask, ended, c.cost_discount, self.n_step)
-        logged = torch.cat([seen, batch.actions], -1)
-        reward_q, cost_q = self.reward_critics(logged)[..., 0], self.cost_critics(logged)[..., 0]  # [2, B, K]
-        weight = valid.float() / valid.sum().clamp(min=1)
-        reward_loss = ((reward_q - reward_target).square() * weight).sum()
-        cost_loss = ((cost_q - cost_target).square() * weight).sum()
+            cost_target, _ = n_step_targets(costs, cost_value, batch.mask, ended, c.cost_discount, self.n_step)
+            fits = valid
+            if c.budget_critics:  # what the logged steps and the least continuation cost must fit the budget
+                fits = valid & (cost_target <= (budgets + c.budget_margin) * self.cost_scale)
+        reward_q, cost_q = self.reward_critics(logged)[..., 0], self.cost_critics(logged_cost)[..., 0]  # [2, B, K]
+        reward_loss = masked_mean((reward_q - reward_target).square().sum(0), fits)
+        cost_loss = masked_mean((cost_q - cost_target).square().sum(0), valid)
         metrics = {
             "critic/reward_loss": reward_loss.detach(),
             "critic/cost_loss": cost_loss.detach(),
             "critic/reward_q": masked_mean(reward_q[0].detach(), batch.mask),
             "critic/cost_q": masked_mean(cost_q[0].detach(), batch.mask),
         }
+        loss = reward_loss + cost_loss
         if c.bootstrap == "expectile":
             with torch.no_grad():
                 reward_goal = self.reduce(self.target_reward_critics(logged)[..., 0], c.reward_reduction)
-                cost_goal = self.reduce(self.target_cost_critics(logged)[..., 0], c.cost_reduction)
-            reward_v, cost_v = self.values(seen)[..., 0]
-            value_loss = masked_mean(expectile_loss(reward_goal - reward_v, c.reward_expectile), batch.mask)
+                cost_goal = self.reduce(self.target_cost_critics(logged_cost)[..., 0], c.cost_reduction)
+                if c.budget_critics:
+                    fits = batch.mask & (cost_goal <= (budgets + c.budget_margin) * self.cost_scale)
+                else:
+                    fits = batch.mask
+            reward_v, cost_v = self.values.each(torch.stack([seen, unaware]))[..., 0]
+            value_loss = masked_mean(expectile_loss(reward_goal - reward_v, c.reward_expectile), fits)
             value_loss = value_loss + masked_mean(expectile_loss(cost_goal - cost_v, c.cost_expectile), batch.mask)
-            return reward_loss + cost_loss + value_loss, metrics | {"critic/value_loss": value_loss.detach()}
-        return reward_loss + cost_loss, metrics
+            loss, metrics["critic/value_loss"] = loss + value_loss, value_loss.detach()
+        return loss, metrics
 
     def policy_loss(self, batch: WindowBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """L_DT - α1 E[Q^r(s, π)] + α2 E[Q^c(s, π)] over valid steps, α = η / E|Q(s, a)| without gradient."""
@@ -383,17 +409,19 @@ class QPT(nn.Module):
         loss, metrics = imitation, {"policy/imitation": imitation.detach()}
         if not (c.train_with_reward_critic or c.train_with_cost_critic):
             return loss, metrics
-        seen = self.features(batch.observations, batch.cost_to_go, batch.steps)
-        acted, logged = torch.cat([seen, actions], -1), torch.cat([seen, batch.actions], -1)
+        seen, unaware = self.features(batch.observations, batch.cost_to_go, batch.steps)
         if c.train_with_reward_critic:
-            q = masked_mean(self.reward_critics(acted)[..., 0].mean(0), batch.mask)
-            scale = self._scale(
-                self.reward_critics, logged, batch.mask, self.spec.mean_return_to_go * self.reward_scale
-            )
+            critics, logged = self.reward_critics, torch.cat([seen, batch.actions], -1)
+            q = masked_mean(critics(torch.cat([seen, actions], -1))[..., 0].mean(0), batch.mask)
+            scale = self._scale(critics, logged, batch.mask, self.spec.mean_return_to_go * self.reward_scale)
             loss, metrics["policy/reward_q"] = loss - c.eta_reward * q / scale, q.detach()
         if c.train_with_cost_critic:
-            q = masked_mean(self.cost_critics(acted)[..., 0].mean(0), batch.mask)
-            scale = self._scale(self.cost_critics, logged, batch.mask, self.spec.mean_cost_to_go)
+            critics, logged = self.cost_critics, torch.cat([unaware, batch.actions], -1)
+            each = critics(torch.cat([unaware, actions], -1))[..., 0].mean(0)
+            if c.cost_term == "excess":
+                each = (each - batch.cost_to_go.clamp(min=0) * self.cost_scale).clamp(min=0)
+            q = masked_mean(each, batch.mask)
+            scale = self._scale(critics, logged, batch.mask, self.spec.mean_cost_to_go * self.cost_scale)
             loss, metrics["policy/cost_q"] = loss + c.eta_cost * q / scale, q.detach()
         return loss, metrics
 
@@ -408,8 +436,10 @@ class QPT(nn.Module):
     def update(self, batch: WindowBatch) -> dict[str, Tensor]:
         """Critics, then the policy against the updated critics, then the targets: the order of the paper's algorithm."""
         c = self.config
-        critic_loss, metrics = self.critic_loss(batch, self._draw_budgets(batch))
-        descend(self.optimizers["critics"], critic_loss, self.learned_critics, c.clip)
+        metrics: dict[str, Tensor] = {}
+        if self.uses_critics:
+            critic_loss, metrics = self.critic_loss(batch, self._draw_budgets(batch))
+            descend(self.optimizers["critics"], critic_loss, self.learned_critics, c.critic_clip)
 
         optimizer = self.optimizers["policy"]
         self.step += 1
@@ -417,7 +447,8 @@ class QPT(nn.Module):
         loss, more = self.policy_loss(batch)
         norms = descend(optimizer, loss, [self.policy_parameters], c.clip)
         soft_update(self.policy_targets, self.policy_parameters, 1 - c.ema)
-        soft_update(self.critic_targets, self.critic_parameters, 1 - c.ema)
+        if self.uses_critics:
+            soft_update(self.critic_targets, self.critic_parameters, 1 - c.critic_ema)
         return metrics | more | {"loss": loss.detach(), "policy/gradient_norm": norms[0]}
 
     def _draw_budgets(self, batch: WindowBatch) -> Tensor:

@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "data": ("qpt.cli.data", "info, convert, validate, download, augment: work with data sets"),
     "sims": ("qpt.cli.sims", "install the simulators"),
     "doctor": ("qpt.cli.doctor", "check that every task makes, resets and steps"),
+    "collect": ("qpt.cli.collect", "make a data set in a simulator, of a task or of your own"),
     "train": ("qpt.cli.train", "train a policy from logged episodes"),
     "evaluate": ("qpt.cli.evaluate", "run a policy in a simulator at one or more cost limits"),
 }

@@ -41,6 +41,8 @@ class Finding:
 def doctor(tasks: tuple[str, ...] = (), steps: int = 20, json: bool = False, timeout: float = 120.0) -> int:
     """Check that every task makes, resets and steps; exit with 1 if one does not.
 
+    Example: qpt doctor --tasks BallRun harddense
+
     Args:
         tasks: Only these tasks, for instance BallRun harddense; all 38 if none is named.
         steps: Steps with random actions in each.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from qpt import plotting
 from qpt.cli.run import run
+from qpt.data import Trajectories, load_dataset
 from qpt.envs import make_env
 from qpt.envs.vector import dimensions
 from qpt.errors import QptError, require
@@ -31,6 +34,8 @@ from qpt.evaluation import (
 from qpt.tasks import Task, get_task
 
 FRAMES = 250  # of a picture at most: longer episodes leave some out
+# Colours and shapes of the limits in a picture, apart from those of the data's plane.
+MARKS = (("#228833", "o"), ("#aa3377", "s"), ("#222222", "^"), ("#998811", "D"), ("#117788", "v"))
 
 
 def evaluate_command(
@@ -44,11 +49,15 @@ def evaluate_command(
     slots: int | None = None,
     out: Path | None = None,
     record: Path | None = None,
+    picture: Path | None = None,
+    data: str | None = None,
     render: int = 0,
     render_dir: Path = Path("renders"),
     step_timeout: float = 120.0,
 ) -> int:
     """Run a policy in its task's simulator and print one line for each cost limit, with 95 % intervals.
+
+    Example: qpt evaluate --checkpoint runs/ball --task BallCircle --limits 10 20 40 --out episodes.csv
 
     Args:
         task: The task; by default the one the checkpoint was trained for.
@@ -61,6 +70,8 @@ def evaluate_command(
         slots: Episodes that run at the same time.
         out: Write the table of episodes to this .csv or .parquet file.
         record: Write the episodes themselves to this DSRL file (.hdf5).
+        picture: Draw the episodes among those of the data, by cost and return.
+        data: Data of the picture; by default those the policy was trained on.
         render: Draw this many episodes at each limit as GIF pictures.
         render_dir: Where the pictures go.
         step_timeout: Seconds after which a simulator step counts as hung.
@@ -72,12 +83,13 @@ def evaluate_command(
     chosen: Any = None
     if checkpoint is not None:
         chosen = importlib.import_module("qpt.policy").load_policy(checkpoint)
-        task = task or getattr(chosen, "task", None)
+        task = task or chosen.spec.task
     if task is None:
         raise QptError("give the task to evaluate in with --task; `qpt tasks` lists them")
     facts = get_task(task)
     chosen = chosen if chosen is not None else _named_policy(str(policy), facts)
     wanted = facts.cost_limits if limits is None else limits
+    logged = None if picture is None else _logged(data, checkpoint)  # before the long part, should it not be found
     results = evaluate(
         chosen,
         facts,
@@ -101,7 +113,9 @@ def evaluate_command(
         console.print(
             f"The policy was trained for the limit {trained:g}: other limits change its score, not its behaviour."
         )
-    for path in (out, record):
+    if picture is not None and logged is not None:
+        plotting.save(plane(results, logged), picture)
+    for path in (out, record, picture):
         if path is not None:
             console.print(f"wrote {path}", highlight=False)
     for index, limit in enumerate(wanted):
@@ -150,6 +164,32 @@ def table(results: Episodes) -> Table:
             style={"safe": "bold", "unsafe": "dim"}.get(verdict, ""),
         )
     return grid
+
+
+def plane(results: Episodes, data: Trajectories) -> Any:
+    """The data's (cost, return) plane with the policy's episodes in it, one colour and shape for each limit."""
+    limits = list(dict.fromkeys(results.cost_limit.tolist()))
+    title = f"{results.task[0]}: {results.algorithm[0]} at {len(limits)} cost limits, among the logged episodes"
+    figure = plotting.cost_return_plane(data, limits, title)
+    axes = figure.axes[0]
+    for limit, (colour, shape) in zip(limits, itertools.cycle(MARKS), strict=False):
+        part = results.select(results.cost_limit == limit)
+        style = {"color": colour, "marker": shape, "s": 34, "edgecolors": "white", "linewidths": 0.6}
+        axes.scatter(part.costs, part.returns, **style, zorder=5, label=f"policy, limit {limit:g}")
+    axes.set_xlim(right=max(axes.get_xlim()[1], 1.04 * float(results.costs.max())))
+    for legend in list(figure.legends):  # drawn anew, with what was added
+        legend.remove()
+    figure.legend(loc="outside lower left", ncols=3, frameon=False, handletextpad=0.5, fontsize=9)
+    return figure
+
+
+def _logged(source: str | None, checkpoint: Path | None) -> Trajectories:
+    room = importlib.import_module("qpt.checkpoint")
+    if source is None and checkpoint is not None:
+        source = str(room.read_manifest(room.resolve(checkpoint)).get("data", {}).get("source") or "")
+    if not source:
+        raise QptError("the picture needs the logged episodes; name them with --data FILE")
+    return load_dataset(source)
 
 
 def _with_interval(line: dict[str, Any], key: str, digits: int) -> str:

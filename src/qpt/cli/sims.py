@@ -42,6 +42,8 @@ def pinned() -> dict[str, str]:
 def install(suite: Annotated[Choice, tyro.conf.Positional] = "all", dry_run: bool = False) -> int:
     """Install simulators into the Python that runs qpt.
 
+    Example: qpt sims install bullet
+
     Args:
         suite: Which simulators: bullet, safety-gymnasium, metadrive or all.
         dry_run: Print the commands and run nothing.

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import tomllib
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
 
-from qpt.algorithms.base import algorithm_classes, algorithm_names, config_from
+from qpt.algorithms.base import algorithm_classes, algorithm_names
 from qpt.errors import QptError
 from qpt.training import Run, TrainConfig, train
 
 HELP = """Train a policy from logged episodes.
 
-The flags below are those of the run and of the algorithm named by --algorithm (default qpt); `--preset paper` starts from the
-published hyper-parameters, `--config FILE` from a TOML file with the same names. Flags win over the file, the file over the preset.
+The flags below are those of the run and of the method that --algorithm names. Flags win over the file of --config,
+and the file over the preset.
 
 examples:
   qpt train --task BallCircle --data embedded:ballcircle --steps 2000 --out runs/ball
@@ -27,17 +29,25 @@ examples:
 """
 
 
+@dataclass(frozen=True)
+class _RunFlags(TrainConfig):
+    """The fields of a run that are flags; the method and its config are flags of their own."""
+
+    algorithm: tyro.conf.Suppress[str] = "qpt"
+    config: tyro.conf.Suppress[Any] = None
+
+
 def main(args: Sequence[str]) -> int:
-    rest = list(args)
-    algorithm = _take(rest, "--algorithm") or "qpt"
-    preset = _take(rest, "--preset") or "default"
-    file = _take(rest, "--config")
+    file = _peek(args, "--config")
+    values = _read(Path(file)) if file else {}
+    # These two decide which flags there are, so they are looked up before the others are read.
+    algorithm = _peek(args, "--algorithm") or str(values.pop("algorithm", "qpt"))
+    preset = _peek(args, "--preset") or str(values.pop("preset", "default"))
     _, config_class = algorithm_classes(algorithm)
-    run, method = TrainConfig(algorithm=algorithm), _preset(config_class, preset, algorithm)
+    run, method = _RunFlags(algorithm=algorithm), _preset(config_class, preset, algorithm)
     if file:
-        run, method = _from_file(Path(file), run, method)
-    config = _parse(rest, run, method, config_class)
-    result = train(config)
+        run, method = _with_values(run, method, values, file)
+    result = train(_parse(args, algorithm, preset, run, method))
     print(_summary(result))
     return 130 if result.interrupted else 0
 
@@ -50,46 +60,85 @@ def _preset(config_class: type, name: str, algorithm: str) -> Any:
     return config_class()
 
 
-def _parse(args: list[str], run: TrainConfig, method: Any, config_class: type) -> TrainConfig:
+def _parse(args: Sequence[str], algorithm: str, preset: str, run: _RunFlags, method: Any) -> TrainConfig:
     """Let tyro read the flags of both dataclasses, side by side and without prefixes."""
 
-    def command(run: Any, method: Any) -> TrainConfig:
-        return replace(run, config=method)
+    def command(algorithm: Any, preset: Any, config: Any, run: Any, method: Any) -> TrainConfig:  # noqa: ARG001
+        fields_of_run = {f.name: getattr(run, f.name) for f in fields(TrainConfig)}
+        return TrainConfig(**fields_of_run | {"algorithm": algorithm, "config": method})
 
-    hidden = Annotated[TrainConfig, tyro.conf.arg(name="")]
-    command.__annotations__ = {"run": hidden, "method": Annotated[config_class, tyro.conf.arg(name="")], "return": TrainConfig}
-    command.__defaults__ = (run, method)
-    command.__doc__ = HELP + f"\nalgorithms: {', '.join(algorithm_names())}"
-    return tyro.cli(command, args=args, prog="qpt train")
+    def flag(kind: Any, text: str, metavar: str) -> Any:
+        return Annotated[kind, tyro.conf.arg(help=text, metavar=metavar)]
+
+    plain = tyro.conf.arg(name="")
+    command.__annotations__ = {
+        "algorithm": flag(str, f"The method: {', '.join(algorithm_names())}.", "NAME"),
+        "preset": flag(str, "What the method's flags start from: default or paper.", "NAME"),
+        "config": flag(Path | None, "A TOML file with values of the flags, named as below with _ for -.", "FILE"),
+        "run": Annotated[_RunFlags, plain],
+        "method": Annotated[type(method), plain],
+        "return": TrainConfig,
+    }
+    command.__defaults__ = (algorithm, preset, None, run, method)
+    command.__doc__ = HELP
+    return tyro.cli(command, args=list(args), prog="qpt train")
 
 
-def _from_file(path: Path, run: TrainConfig, method: Any) -> tuple[TrainConfig, Any]:
+# -- the TOML file -----------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise QptError(f"the config {path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise QptError(f"the config {path} is not valid TOML: {error}") from error
+
+
+def _with_values(run: _RunFlags, method: Any, values: dict[str, Any], file: str) -> tuple[_RunFlags, Any]:
+    """Both dataclasses with the file's values; a name or a type that does not fit gets an error."""
+    hints = {**get_type_hints(TrainConfig), **get_type_hints(type(method))}
     own = {f.name for f in fields(TrainConfig)} - {"config", "algorithm"}
-    run_values = {k: Path(v) if k in ("data", "out") else v for k, v in values.items() if k in own}
-    rest = {k: v for k, v in values.items() if k not in own and k != "algorithm"}
-    config_from(type(method), rest)  # names unknown fields
-    return replace(run, **run_values), replace(method, **{k: tuple(v) if isinstance(v, list) else v for k, v in rest.items()})
+    known = own | {f.name for f in fields(method)}
+    for name, value in values.items():
+        if name not in known:
+            raise QptError(f"the config {file} has {name!r}, which {run.algorithm} does not know; see qpt train --help")
+        if not _fits(value, hints[name]):
+            raise QptError(f"the config {file} has {name} = {value!r}, which does not fit; see qpt train --help")
+    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    of_run: dict[str, Any] = {
+        k: Path(v) if hints[k] in (Path, Path | None) else v for k, v in given.items() if k in own
+    }
+    return replace(run, **of_run), replace(method, **{k: v for k, v in given.items() if k not in own})
 
 
-def _take(args: list[str], flag: str) -> str | None:
-    """Take `flag VALUE` or `flag=VALUE` out of the arguments: these decide which flags there are."""
-    for place, arg in enumerate(args):
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value read from TOML is of the type that a field has."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return value in inner
+    if origin in (Union, UnionType):
+        return any(_fits(value, kind) for kind in inner)
+    if origin is tuple:
+        kinds = inner[:1] * len(value) if isinstance(value, list) and inner[-1] is ... else inner
+        return isinstance(value, list) and len(value) == len(kinds) and all(map(_fits, value, kinds))
+    if hint is Path:
+        return isinstance(value, str)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return type(value) is hint
+
+
+def _peek(args: Sequence[str], flag: str) -> str | None:
+    """The value of `flag VALUE` or `flag=VALUE`, the last if there are several."""
+    found = None
+    for arg, following in itertools.zip_longest(args, args[1:]):
         if arg == flag:
-            if place + 1 == len(args):
-                raise QptError(f"{flag} needs a value")
-            value = args[place + 1]
-            del args[place : place + 2]
-            return value
-        if arg.startswith(flag + "="):
-            del args[place]
-            return arg[len(flag) + 1 :]
-    return None
+            found = following
+        elif arg.startswith(flag + "="):
+            found = arg[len(flag) + 1 :]
+    return found
 
 
 def _summary(result: Run) -> str:

@@ -16,7 +16,7 @@ Weighting = Literal["low-cost", "length", "uniform"]
 
 
 class WindowBatch(NamedTuple):
-    """B windows of K consecutive steps; beyond an episode's end (mask False) everything is zero."""
+    """B windows of K consecutive steps; beyond an episode's end (mask False) all but `steps` is zero."""
 
     observations: Tensor  # [B, K, S]
     actions: Tensor  # [B, K, A]
@@ -26,7 +26,7 @@ class WindowBatch(NamedTuple):
     cost_to_go: Tensor  # [B, K]
     terminals: Tensor  # [B, K] 0/1: the task ended with this step
     timeouts: Tensor  # [B, K] 0/1: the episode was cut off after this step
-    steps: Tensor  # [B, K] index of the step in its episode
+    steps: Tensor  # [B, K] index of the step in its episode; goes on beyond the end
     mask: Tensor  # [B, K] bool
 
 
@@ -63,9 +63,10 @@ def load_sampler_state(sampler: Sampler, state: Tensor) -> None:
 class WindowSampler:
     """Windows of K steps, right-padded: an episode is drawn by weight, then a start uniformly in it.
 
-    Relabelled episodes (see `qpt.data.augment`) stand beside the logged ones as (base episode, shift of the return-to-go,
-    shift of the cost-to-go). Weighting "low-cost" draws an episode in proportion to max(ceiling - cost, 0) of its (relabelled)
-    cost, as CDT does, so episodes above the ceiling are never seen; "length" and "uniform" see every episode.
+    Relabelled episodes (see `qpt.data.augment`) stand beside the logged ones as (base episode, shift of the
+    return-to-go, shift of the cost-to-go). Weighting "low-cost" draws an episode in proportion to
+    max(ceiling - cost, 0) of its (relabelled) cost, as CDT does, so episodes above the ceiling are never seen; "length"
+    and "uniform" see every episode.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class WindowSampler:
                 [shifts, np.stack([relabelled.return_shift, relabelled.cost_shift], 1).astype(np.float32)]
             )
         weights = self._weights(data, base, shifts[:, 1], weighting, cost_ceiling)
-        # One row a step, all fields side by side, so that a batch is a single gather; the extra last row of zeros is the padding.
+        # One row a step, all fields side by side: a batch is a single gather. The last row of zeros is the padding.
         table = np.concatenate(
             [
                 data.observations,
@@ -121,7 +122,7 @@ class WindowSampler:
             weights = np.maximum(ceiling - (data.episode_costs[base] + cost_shift), 0.0)
             if weights.sum() == 0:
                 raise QptError(
-                    f"every episode costs {ceiling:g} or more, so low-cost weighting draws none; use --weighting uniform"
+                    f"every episode costs {ceiling:g} or more, so low-cost weighting has none; use --weighting uniform"
                 )
             return weights
         if weighting == "length":
@@ -138,7 +139,8 @@ class WindowSampler:
         steps = start[:, None] + self._arange  # [B, K]
         mask = steps < length[:, None]
         rows = torch.where(mask, self._start[episode][:, None] + steps, len(self._table) - 1)
-        batch = self._table[rows]  # [B, K, S + A + 6]
+        # index_select: on a CPU three times faster than table[rows]
+        batch = self._table.index_select(0, rows.flatten()).view(*rows.shape, -1)  # [B, K, S + A + 6]
         s, a = self.observation_dim, self.action_dim
         observations, actions, scalars = batch[..., :s], batch[..., s : s + a], batch[..., s + a :]
         to_go = (scalars[..., 2:4] + self._shifts[episode][:, None]) * mask[..., None]
@@ -177,13 +179,13 @@ class TransitionSampler:
 
     def sample(self) -> TransitionBatch:
         rows = torch.randint(len(self._table), (self.batch_size,), generator=self.generator, device=self._table.device)
-        table, index, a = self._table[rows], self._index[rows], self.action_dim
+        table, index, a = self._table.index_select(0, rows), self._index[rows], self.action_dim
         return TransitionBatch(
-            self._observations[rows],
+            self._observations.index_select(0, rows),
             table[:, :a],
             table[:, a],
             table[:, a + 1],
-            self._observations[index[:, 0]],
+            self._observations.index_select(0, index[:, 0]),
             table[:, a + 2],
             table[:, a + 3],
             index[:, 1],

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from qpt.envs.surface import SEEDS, Simulator, own_numpy_state
+from qpt.envs.surface import Simulator, own_numpy_state
 from qpt.errors import QptError
 
 NAVIGATION = re.compile(r"Safety(Point|Car|Doggo|Racecar|Ant)(Button|Circle|Goal|Push|Run)[0-2]-v0")
@@ -58,11 +58,12 @@ def _navigation(env_id: str, agent: str) -> tuple[Any, Reset]:
     generator.sample_layout = functools.partial(_sample_layout, generator)
 
     def reset(seed: int | None) -> tuple[Any, dict[str, Any]]:
-        with _no_sky(modules["world"]):
-            for attempt in range(100):  # a few layouts cannot be placed or begin with a cost: go on to another one
-                with contextlib.suppress(AssertionError, modules["utils.common_utils"].ResamplingError):
-                    return tuple(env.reset(seed=((seed or 0) + 1_000_003 * attempt) % SEEDS))
-        raise QptError(f"{env_id} found no layout for the seed {seed}; choose another seed")
+        try:
+            with _no_sky(modules["world"]):
+                observation, info = env.reset(seed=seed)
+            return observation, info
+        except (AssertionError, modules["utils.common_utils"].ResamplingError) as error:
+            raise QptError(f"{env_id} cannot begin with the seed {seed} ({error}); choose another seed") from error
 
     return env, reset
 

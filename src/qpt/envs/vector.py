@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -164,11 +165,11 @@ class EnvPool:
         return [worker.process.pid for worker in self._workers]
 
     def close(self) -> None:
-        """End all workers: their pipes are closed, and those that do not leave at once are killed."""
+        """End all workers at once; they keep nothing that would be lost."""
         for worker in self._workers:
-            worker.hang_up()
+            worker.process.kill()
         for worker in self._workers:
-            worker.end(grace=1.0)
+            worker.end()
         self._workers.clear()
         if self._local is not None:
             self._local.close()
@@ -203,8 +204,7 @@ class EnvPool:
     def _replace(self, worker: _Worker, *, raised: bool = False, hung: bool = False) -> Failure:
         w = worker.index
         started = bool(self.arrays.beats[w])
-        worker.hang_up()
-        worker.end(grace=0.0 if hung or raised else 1.0)
+        worker.end(grace=0.0 if hung or raised else 5.0)  # one that closed its pipe is about to have an exit code
         if raised:
             reason = f"raised\n{self._error_text(w)}"
         elif hung:
@@ -233,22 +233,25 @@ class _Worker:
     def __init__(self, index: int, block: range, payload: bytes, fd: int) -> None:
         self.index, self.block, self.payload = index, block, payload
         self.reply, theirs = os.pipe()
+        line, self.lifeline = os.pipe()  # held open, never written to
         path = os.pathsep.join(entry for entry in sys.path if entry)
-        arguments = [str(v) for v in (fd, theirs, index, block.start, block.stop)]
+        arguments = [str(v) for v in (fd, theirs, line, index, block.start, block.stop)]
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", "from qpt.envs.vector import _main; _main()", *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,  # simulators greet; the replies go through a pipe of their own
-                pass_fds=(fd, theirs),
+                pass_fds=(fd, theirs, line),
                 process_group=0,  # Ctrl-C is for the parent, which ends its workers
                 env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path},
             )
         except BaseException:
             os.close(self.reply)
+            os.close(self.lifeline)
             raise
         finally:
             os.close(theirs)
+            os.close(line)
         assert self.process.stdin is not None
         self.stdin = self.process.stdin.fileno()
         self.started = time.monotonic()
@@ -271,20 +274,20 @@ class _Worker:
         moved, self.seen_beats = beats != self.seen_beats, beats
         return not moved
 
-    def hang_up(self) -> None:
-        if self.process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self.process.stdin.close()
-        if self.reply >= 0:
-            os.close(self.reply)
-            self.reply = -1
-
-    def end(self, grace: float) -> None:
+    def end(self, grace: float = 0.0) -> None:
+        """Wait for the process to leave by itself, else kill it, and close the pipes."""
         try:
-            self.process.wait(grace or 0.001)
+            self.process.wait(grace)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        if (
+            self.process.stdin is not None and not self.process.stdin.closed
+        ):  # once: a number may soon be another file's
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
+            os.close(self.reply)
+            os.close(self.lifeline)
 
 
 class _Block:
@@ -334,7 +337,8 @@ class _Block:
 def _main() -> None:
     """A worker process: read the task, then carry out the block's commands for every byte until the parent hangs up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    fd, reply, index, start, stop = map(int, sys.argv[1:6])
+    fd, reply, line, index, start, stop = map(int, sys.argv[1:7])
+    threading.Thread(target=_leave_with_parent, args=(line,), daemon=True).start()
     size = int.from_bytes(_read(0, 8), "little")
     task, sizes, one_env = pickle.loads(_read(0, size))  # from our own parent, through a private pipe
     arrays = _share(fd, sizes)
@@ -352,6 +356,12 @@ def _main() -> None:
                 answer = b"q" if ours else b"e"
             os.write(reply, answer)
     block.close()
+
+
+def _leave_with_parent(line: int) -> None:
+    """However the parent ends, the end of its line is closed; leave then, even in the middle of a step."""
+    os.read(line, 1)
+    os._exit(0)
 
 
 def _read(fd: int, count: int) -> bytes:

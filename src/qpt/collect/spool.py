@@ -1,0 +1,155 @@
+"""A run's folder on disk: chunks of finished episodes and the learner's last state, each written whole or not at all.
+
+A chunk holds the episodes of one rollout and is named after the rollout and its content: one that is played again after
+an interruption lands on the same name if it came out the same, and beside the old one if not. Nothing is ever lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
+
+from qpt.collect.recorder import Rollout
+from qpt.data.trajectories import Trajectories
+from qpt.errors import QptError
+
+STEPS = ("observations", "actions", "rewards", "costs", "terminals", "timeouts")  # one row a step
+EPISODES = ("final_observations", "lengths", "env_seed", "mean_action")  # one row an episode
+STATE = "state.safetensors"
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write under another name first: a reader sees the old file, the new one, or none, never a part."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise QptError(
+            f"{path} cannot be written ({error.strerror or error}); make room, and run the same command again"
+        ) from error
+
+
+# -- chunks ------------------------------------------------------------------------------------------------------------
+
+
+def append(folder: Path, iteration: int, rollout: Rollout, cap: float) -> npt.NDArray[np.bool_]:
+    """Write the episodes within the cap; returns which ones."""
+    kept = rollout.episode_costs <= cap
+    if kept.any():
+        rows = np.repeat(kept, rollout.lengths)
+        append_arrays(
+            folder,
+            iteration,
+            {
+                **{name: getattr(rollout, name)[rows] for name in STEPS},
+                "final_observations": rollout.final_observations[kept],
+                "lengths": rollout.lengths[kept],
+                "env_seed": rollout.seeds[kept],
+                "mean_action": rollout.mean_action[kept],
+            },
+        )
+    return kept
+
+
+def append_arrays(folder: Path, iteration: int, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    arrays = {k: v.astype(np.float32) if v.dtype == np.float64 else v for k, v in arrays.items()}
+    digest = hashlib.sha256()
+    for name in (*STEPS, *EPISODES):
+        digest.update(np.ascontiguousarray(arrays[name]).tobytes())
+    path = folder / f"{iteration:06d}-{digest.hexdigest()[:12]}.npz"
+    if not path.exists():
+        buffer = io.BytesIO()
+        np.savez(buffer, **arrays)  # type: ignore[arg-type]
+        write_whole(path, buffer.getvalue())
+
+
+def chunks(folder: Path) -> list[Path]:
+    """The chunks of a run, in order."""
+    return sorted(folder.glob("[0-9]*.npz"))
+
+
+def read_chunk(path: Path, names: tuple[str, ...] = (*STEPS, *EPISODES)) -> Arrays:
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            return {name: archive[name] for name in names}
+    except Exception as error:  # zipfile and numpy raise nearly every kind on damaged files
+        raise QptError(
+            f"the recorded episodes in {path} cannot be read ({error}); delete that file to go on"
+        ) from error
+
+
+def summary(folder: Path) -> list[tuple[float, float, int]]:
+    """(return, cost, length) of every episode recorded so far."""
+    rows: list[tuple[float, float, int]] = []
+    for path in chunks(folder):
+        a = read_chunk(path, ("rewards", "costs", "lengths"))
+        starts = np.concatenate([[0], np.cumsum(a["lengths"])[:-1]]).astype(np.int64)
+        returns, costs = (np.add.reduceat(a[name].astype(np.float64), starts).tolist() for name in ("rewards", "costs"))
+        rows += zip(returns, costs, a["lengths"].tolist(), strict=True)
+    return rows
+
+
+def gather(folders: list[Path]) -> Trajectories:
+    """All episodes of all runs; `info` says for each where it came from."""
+    parts, run, iteration = [], [], []
+    for number, folder in enumerate(folders):
+        for path in chunks(folder):
+            parts.append(read_chunk(path))
+            run += [number] * len(parts[-1]["lengths"])
+            iteration += [int(path.name.split("-")[0])] * len(parts[-1]["lengths"])
+    if not parts:
+        raise QptError("no episode within the cost cap was recorded; raise the cap, or collect for longer")
+    columns = {name: np.concatenate([part[name] for part in parts]) for name in (*STEPS, *EPISODES)}
+    info = {
+        "env_seed": columns["env_seed"].tolist(),
+        "mean_action": columns["mean_action"].astype(int).tolist(),
+        "run": run,
+        "iteration": iteration,
+    }
+    steps: dict[str, Any] = {name: columns[name] for name in STEPS}
+    return Trajectories.from_arrays(**steps, final_observations=columns["final_observations"], info=info)
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+def save_state(folder: Path, tensors: Arrays, facts: Mapping[str, Any]) -> None:
+    write_whole(folder / STATE, save(tensors, {"facts": json.dumps(facts)}))
+
+
+def load_state(folder: Path) -> tuple[Arrays, dict[str, Any]] | None:
+    """The learner's last state, or None where there is none yet."""
+    path = folder / STATE
+    if not path.exists():
+        return None
+    try:
+        from safetensors import safe_open
+
+        with safe_open(path, "numpy") as file:
+            facts = json.loads((file.metadata() or {})["facts"])
+        return load_file(path), facts
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise QptError(
+            f"the state {path} cannot be read ({error}); delete its folder to play that run again"
+        ) from error

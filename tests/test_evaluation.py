@@ -1,0 +1,412 @@
+"""Evaluation: the same rows whatever the workers, the deaths and the slots; tables; scores; the command."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qpt.evaluation
+from faulty_envs import once, raises, slow, walk, walk_task
+from qpt.cli import main
+from qpt.envs import make_env
+from qpt.envs.toy import OraclePolicy, tradeoff
+from qpt.envs.vector import EnvPool
+from qpt.episodes import _COLUMNS, Episodes
+from qpt.errors import QptError
+from qpt.evaluation import CallablePolicy, ConstantPolicy, RandomPolicy, episode_seeds, evaluate
+from qpt.tasks import Task, dsrl_tasks
+
+
+class NoisyPolicy:
+    """Uses all that a policy is given: a product over the batch, the limit, noise per episode, what was observed."""
+
+    limit_mode = "live"
+    observation_dim: int | None = 3
+    algorithm = "noisy"
+    weights = np.random.default_rng(0).normal(size=(3, 2)).astype(np.float32)
+
+    def reset(self, n: int, *, cost_limits: Any, seeds: Any) -> None:
+        self.calls: list[tuple[int, int]] = []
+        self.left, self.steps = np.zeros(n), np.zeros(n)
+        self.rngs: list[Any] = [None] * n
+        self.restart(np.arange(n), cost_limits=cost_limits, seeds=seeds)
+
+    def restart(self, indices: Any, *, cost_limits: Any, seeds: Any) -> None:
+        self.left[indices], self.steps[indices] = cost_limits, 0
+        for i, seed in zip(indices, seeds, strict=True):
+            self.rngs[i] = np.random.default_rng(seed)
+
+    def act(self, observations: Any, active: Any) -> Any:
+        self.calls.append((len(observations), int(active.sum())))
+        self.active = active.copy()
+        assert not observations[~active].any()
+        actions = np.tanh(observations @ self.weights + 0.1 * self.left[:, None])
+        for i in np.flatnonzero(active):
+            actions[i] += self.rngs[i].normal(size=2) * 0.1
+        return actions
+
+    def observe(self, rewards: Any, costs: Any) -> None:  # noqa: ARG002
+        self.left -= np.where(self.active, costs, 0.0)
+        self.steps += self.active
+
+    def diagnostics(self) -> dict[str, Any]:
+        return {"fallback_share": self.steps / 100}
+
+
+def rows(episodes: Episodes) -> dict[str, list[Any]]:
+    return {name: getattr(episodes, name).tolist() for name in _COLUMNS}
+
+
+def reference(task: Task, episodes: int, limits: tuple[float, ...], seed: int) -> list[tuple[float, float, int, bool]]:
+    """One episode after the other, in plain loops."""
+    results = []
+    for k, limit in enumerate(limits):
+        for i in range(episodes):
+            env_seed, noise_seed = episode_seeds(seed, k, i)
+            env, policy = make_env(task), NoisyPolicy()
+            observation, _ = env.reset(seed=env_seed)
+            policy.reset(1, cost_limits=np.array([limit]), seeds=np.array([noise_seed]))
+            total, spent, steps, done = 0.0, 0.0, 0, False
+            while not done:
+                action = np.clip(policy.act(observation[None], np.array([True]))[0], -1, 1)
+                observation, reward, terminated, truncated, info = env.step(action)
+                policy.observe(np.array([reward]), np.array([info["cost"]]))
+                total, spent, steps, done = total + reward, spent + info["cost"], steps + 1, terminated or truncated
+            results.append((total, spent, steps, terminated))
+    return results
+
+
+def test_rows_are_those_of_single_episodes_run_one_by_one() -> None:
+    limits = (3.0, 12.0)
+    episodes = evaluate(NoisyPolicy(), walk_task(), episodes=9, cost_limits=limits, seed=5, workers=0, slots=4)
+    expected = reference(walk_task(), 9, limits, 5)
+    assert episodes.returns == pytest.approx([e[0] for e in expected], rel=1e-4, abs=1e-4)
+    assert episodes.costs.tolist() == [e[1] for e in expected]
+    assert episodes.lengths.tolist() == [e[2] for e in expected]
+    assert episodes.ended_by.tolist() == ["terminal" if e[3] else "timeout" for e in expected]
+    assert set(episodes.ended_by) == {"terminal", "timeout"}  # both kinds occur
+    assert episodes.fallback_share.tolist() == (episodes.lengths / 100).tolist()
+    assert episodes.cost_limit.tolist() == [3.0] * 9 + [12.0] * 9
+    assert episodes.episode.tolist() == [*range(9), *range(9)]
+    assert episodes.normalized_return == pytest.approx((episodes.returns + 10) / 20)
+    assert episodes.normalized_cost == pytest.approx(episodes.costs / episodes.cost_limit)
+
+
+@pytest.mark.parametrize("slots", [None, 7])
+def test_rows_do_not_depend_on_the_number_of_workers(slots: int | None) -> None:
+    results = []
+    for workers in (0, 1, 2, 3):
+        policy = NoisyPolicy()
+        results.append(
+            rows(evaluate(policy, walk_task(), episodes=10, cost_limits=(3, 9), workers=workers, slots=slots))
+        )
+        assert {n for n, _ in policy.calls} == {slots or 20}  # one batch of constant shape serves them all
+        assert policy.calls[0][1] == (slots or 20)
+    assert all(result == results[0] for result in results)
+
+
+def test_seeds_pair_the_limits_and_part_the_evaluations() -> None:
+    still = ConstantPolicy([0.1, 0.2])
+    a = evaluate(still, walk_task(), episodes=6, cost_limits=(1, 2), seed=1, workers=0)
+    assert a.returns[:6].tolist() == a.returns[6:].tolist()  # the same episodes at both limits
+    assert len(set(a.returns[:6])) == 6
+    b = evaluate(still, walk_task(), episodes=6, cost_limits=(1,), seed=2, workers=0)
+    assert not set(a.returns) & set(b.returns)
+    more = evaluate(still, walk_task(), episodes=8, cost_limits=(1,), seed=1, workers=0)
+    assert more.returns[:6].tolist() == a.returns[:6].tolist()
+    noise = evaluate(RandomPolicy(2), walk_task(), episodes=6, cost_limits=(1, 2), seed=1, workers=0)
+    assert noise.returns[:6].tolist() != noise.returns[6:].tolist()
+
+
+@pytest.mark.parametrize("kind", ["die", "hang", "raise"])
+def test_a_failing_worker_changes_no_row(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    arguments: dict[str, Any] = {"episodes": 12, "cost_limits": (3, 9), "workers": 2, "slots": 9}
+    expected = evaluate(NoisyPolicy(), walk_task(), **arguments)
+    task = walk_task(partial(once, kind, str(tmp_path)))
+    found = evaluate(NoisyPolicy(), task, **arguments, step_timeout=1.0, record=True)
+    assert rows(found) == rows(expected)
+    (incident,) = found.provenance["incidents"]
+    assert "Walk" in incident
+    assert "step 2" in incident
+    assert any(f"seed {seed}," in incident for seed in (episode_seeds(0, 0, i)[0] for i in range(12)))
+    assert incident in caplog.text
+    assert found.trajectories is not None
+    assert found.trajectories.lengths.tolist() == expected.lengths.tolist()  # no lost step was recorded
+
+
+def test_workers_killed_from_outside_change_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments: dict[str, Any] = {"episodes": 20, "cost_limits": (3,), "workers": 2, "slots": 8}
+    expected = evaluate(NoisyPolicy(), walk_task(), **arguments)
+    exchange, ticks = EnvPool.exchange, []
+
+    def with_blows(pool: EnvPool, *args: Any) -> Any:
+        ticks.append(1)
+        if len(ticks) in (3, 20, 21):
+            os.kill(pool.pids()[len(ticks) % 2], signal.SIGKILL)
+        return exchange(pool, *args)
+
+    monkeypatch.setattr(EnvPool, "exchange", with_blows)
+    found = evaluate(NoisyPolicy(), walk_task(), **arguments)
+    assert rows(found) == rows(expected)
+    assert len(found.provenance["incidents"]) == 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_episode_that_always_fails_ends_the_evaluation_with_seed_and_step(workers: int) -> None:
+    seed = episode_seeds(0, 0, 0)[0]
+    with pytest.raises(QptError, match=f"(?s)the physics exploded.*Walk, environment seed {seed}, step 2"):
+        evaluate(RandomPolicy(2), walk_task(raises), episodes=2, workers=workers)
+
+
+def test_slots_that_share_one_environment_take_turns() -> None:
+    shared = walk_task(suite="metadrive")  # one environment a process
+    expected = rows(evaluate(NoisyPolicy(), walk_task(), episodes=9, cost_limits=(3, 9), workers=0, slots=8))
+    for workers in (0, 2, 3):
+        policy = NoisyPolicy()
+        assert rows(evaluate(policy, shared, episodes=9, cost_limits=(3, 9), workers=workers)) == expected
+        assert max(active for _, active in policy.calls) == max(workers, 1)
+
+
+def test_recorded_trajectories_are_the_episodes() -> None:
+    episodes = evaluate(NoisyPolicy(), walk_task(), episodes=11, cost_limits=(3, 9), workers=2, slots=5, record=True)
+    data = episodes.trajectories
+    assert data is not None
+    assert data.returns == pytest.approx(episodes.returns, rel=1e-5, abs=1e-5)
+    assert data.episode_costs.tolist() == episodes.costs.tolist()
+    assert data.lengths.tolist() == episodes.lengths.tolist()
+    assert data.terminals[data.offsets[1:] - 1].tolist() == (episodes.ended_by == "terminal").tolist()
+    env = make_env(walk_task())
+    for e in (0, 10, 15):
+        first, _ = env.reset(seed=episode_seeds(0, e // 11, e % 11)[0])
+        np.testing.assert_array_equal(data.observations[data.offsets[e]], first)
+        for i in range(data.offsets[e], data.offsets[e + 1]):
+            following = env.step(data.actions[i])[0]
+        np.testing.assert_array_equal(data.final_observations[e], following)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_tables_come_back_as_they_were_saved(suffix: str, tmp_path: Path) -> None:
+    if suffix == "parquet":
+        pytest.importorskip("pyarrow", reason="parquet tables need pyarrow")
+    one = evaluate(RandomPolicy(2), walk_task(), episodes=4, cost_limits=(0, 2.5), workers=0)
+    both = Episodes.concatenate([one, evaluate(ConstantPolicy([0, 0]), walk_task(), episodes=3, workers=0)])
+    for name, table in (("one", one), ("both", both)):
+        path = table.save(tmp_path / "deep" / f"{name}.{suffix}")
+        back = Episodes.load(path)
+        np.testing.assert_equal(rows(back), rows(table))
+        assert json.loads(json.dumps(table.provenance, default=str)) == back.provenance
+        assert {p.name for p in path.parent.iterdir() if p.name.startswith(".")} == set()
+    assert one.provenance["versions"]["qpt"]
+    if suffix == "csv":
+        with (tmp_path / "deep" / "one.csv").open(newline="") as file:
+            first = next(csv.DictReader(file))
+        assert float(first["return"]) == one.returns[0]
+        assert list(first) == list(_COLUMNS.values())
+
+
+def test_tables_that_are_none_get_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(QptError, match="no table"):
+        Episodes.load(tmp_path / "nothing.csv")
+    good = evaluate(RandomPolicy(2), walk_task(), episodes=4, workers=0).save(tmp_path / "good.csv")
+    text = good.read_text()
+    for broken, words in (
+        ("a,b\n1,2\n", "no column 'task'"),
+        (text[:-30], "different lengths"),
+        (text.replace("timeout", "timeout", 1).replace(",10.0,", ",ten,"), "cannot be read"),
+        ("", "no column"),
+    ):
+        bad = tmp_path / "bad.csv"
+        bad.write_text(broken)
+        with pytest.raises(QptError, match=words):
+            Episodes.load(bad)
+    with pytest.raises(QptError, match="ending"):
+        Episodes.load(good).save(tmp_path / "table.xlsx")
+
+
+def test_summary_has_one_line_a_limit_with_intervals() -> None:
+    toy = tradeoff(0)
+    episodes = evaluate(OraclePolicy(toy), toy.task(), episodes=15, cost_limits=(6, 12), workers=0)
+    low, high = episodes.summary()
+    assert (low["cost_limit"], high["cost_limit"]) == (6, 12)
+    assert low["return"] == pytest.approx(toy.optimal_return(6))
+    assert low["cost"] == 6
+    assert low["normalized_cost"] == 1
+    assert low["within_limit_interval"][1] == 1
+    assert low["within_limit_interval"][0] == pytest.approx(1 / (1 + 1.96**2 / 15), abs=1e-3)  # Wilson at 15 of 15
+    mask = episodes.cost_limit == 12
+    assert high["return"] == pytest.approx(episodes.select(mask).returns.mean())
+
+
+def test_wrong_arguments_get_one_sentence() -> None:
+    random = RandomPolicy(2)
+    data_policy = NoisyPolicy()
+    data_policy.observation_dim = 261
+    for call, words in (
+        (lambda: evaluate(data_policy, "easysparse"), "length 261, but the simulator of easysparse gives 259"),
+        (lambda: evaluate(random, walk_task(), episodes=0), "at least one episode"),
+        (lambda: evaluate(random, walk_task(), cost_limits=()), "one cost limit"),
+        (lambda: evaluate(random, walk_task(), cost_limits=(-1,)), "not negative"),
+        (lambda: evaluate(random, walk_task(), seed=-1), "must not be negative"),
+        (lambda: evaluate(random, Task("Nowhere")), "no simulator"),
+        (lambda: evaluate(RandomPolicy(3), walk_task(), workers=0), "actions of shape"),
+        (lambda: evaluate(ConstantPolicy([np.nan, 0]), walk_task(), workers=0), "not finite"),
+    ):
+        with pytest.raises(QptError, match=words):
+            call()
+
+
+def test_a_factory_that_cannot_travel_runs_in_this_process() -> None:
+    task = Task("Local", env_factory=lambda: walk(None), horizon=30)
+    episodes = evaluate(RandomPolicy(2), task, episodes=3)
+    assert episodes.provenance["workers"] == 0
+    assert np.isnan(episodes.normalized_return).all()
+
+
+def test_an_exception_of_the_policy_ends_the_workers() -> None:
+    pids: list[int] = []
+
+    def act(_: Any) -> Any:
+        raise ZeroDivisionError
+
+    start = qpt.evaluation.EnvPool.__init__
+
+    def noted(pool: EnvPool, *args: Any, **options: Any) -> None:
+        start(pool, *args, **options)
+        pids.extend(pool.pids())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EnvPool, "__init__", noted)
+        with pytest.raises(ZeroDivisionError):
+            evaluate(CallablePolicy(act), walk_task(slow), episodes=4, workers=2)
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_progress_names_episodes_and_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    evaluate(RandomPolicy(2), walk_task(), episodes=5, workers=0, progress=True)
+    text = capsys.readouterr().err
+    assert "5/5" in text
+    assert "steps/s" in text
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def uphill(observations: Any) -> Any:
+    return np.clip(observations[:, :2], -1, 1)
+
+
+@pytest.fixture
+def tasks_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file = tmp_path / "tasks.toml"
+    facts = "observation_dim = 3\naction_dim = 2\nhorizon = 20\ncost_limits = [4.0, 8.0]\n"
+    file.write_text(f'[[task]]\nname = "FileWalk"\nenv = "faulty_envs:walk"\n{facts}')
+    monkeypatch.setenv("QPT_TASKS", str(file))
+    return file
+
+
+@pytest.mark.usefixtures("tasks_file")
+def test_the_command_prints_a_table_and_writes_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["evaluate", "--task", "FileWalk", "--workers", "0", "--episodes", "6"]
+    out, record = tmp_path / "t.csv", tmp_path / "t.hdf5"
+    assert main([*common, "--policy", "random", "--out", str(out), "--record", str(record)]) == 0
+    text = capsys.readouterr().out
+    assert "FileWalk" in text
+    assert "P(cost" in text
+    table = Episodes.load(out)
+    assert sorted(set(table.cost_limit)) == [4, 8]  # the task's own limits
+    for line in table.summary():
+        assert f"{line['return']:.1f}" in text
+    from qpt.data import load_dataset
+
+    assert load_dataset(record).returns == pytest.approx(table.returns, rel=1e-5, abs=1e-5)
+    assert main([*common, "--policy", "test_evaluation:uphill", "--limits", "5"]) == 0
+    assert main([*common, "--policy", "zero", "--limits", "5", "6"]) == 0
+
+
+@pytest.mark.usefixtures("tasks_file")
+def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in (
+        (["--task", "FileWalk"], "either --checkpoint or --policy"),
+        (["--policy", "random"], "--task"),
+        (["--task", "FileWalk", "--policy", "nonsense"], "no policy 'nonsense'"),
+        (["--task", "FileWalk", "--policy", "no_such_module:f"], "cannot be imported"),
+        (["--task", "FileWalk", "--policy", "zero", "--out", "t.txt"], ".csv or .parquet"),
+    ):
+        assert main(["evaluate", *arguments]) == 1
+        assert words in capsys.readouterr().err
+
+
+# -- the real thing ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [0, 10, 20.0, 37.5])
+def test_scores_are_those_of_dsrl(limit: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSRL_DATASET_DIR", str(tmp_path))
+    infos = pytest.importorskip("dsrl.infos", reason="dsrl is not installed (pip install --no-deps dsrl==0.1.0)")
+    offline_env = pytest.importorskip("dsrl.offline_env", reason="dsrl's environments cannot be imported here")
+    for name, task in dsrl_tasks().items():
+        env = offline_env.OfflineEnv(infos.MAX_EPISODE_REWARD[name], infos.MIN_EPISODE_REWARD[name])
+        env.set_target_cost(limit)
+        for gained, spent in ((0.0, 0.0), (123.4, 5.0), (-7.0, 81.5)):
+            ours = task.normalized_return(gained), task.normalized_cost(spent, limit)
+            assert ours == pytest.approx(env.get_normalized_score(gained, spent), rel=1e-9)
+    assert len(dsrl_tasks()) == 38
+
+
+def kill_one_worker_after(seconds: float, pools: list[EnvPool]) -> None:
+    time.sleep(seconds)
+    os.kill(pools[0].pids()[0], signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_200_episodes_of_ball_circle_with_a_killed_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("bullet_safety_gym", reason="needs Bullet-Safety-Gym")
+    arguments: dict[str, Any] = {"episodes": 100, "cost_limits": (10, 40), "workers": 2, "slots": 50}
+    began = time.perf_counter()
+    expected = evaluate(RandomPolicy(2), "BallCircle", **arguments)
+    took = time.perf_counter() - began
+    pools: list[EnvPool] = []
+    start = EnvPool.__init__
+
+    def noted(pool: EnvPool, *args: Any, **options: Any) -> None:
+        start(pool, *args, **options)
+        pools.append(pool)
+        threading.Thread(target=kill_one_worker_after, args=(took / 2, pools), daemon=True).start()
+
+    monkeypatch.setattr(EnvPool, "__init__", noted)
+    found = evaluate(RandomPolicy(2), "BallCircle", **arguments)
+    assert len(found) == 200
+    assert len(found.provenance["incidents"]) == 1
+    assert rows(found)["returns"] == rows(expected)["returns"]
+    assert rows(found)["costs"] == rows(expected)["costs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("HopperVelocity", "safety_gymnasium"), ("CarCircle", "bullet_safety_gym"), ("easysparse", "metadrive")],
+)
+def test_simulators_give_the_same_rows_with_any_number_of_workers(name: str, module: str) -> None:
+    import importlib.util
+
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"needs {module}")
+    results = [
+        evaluate(RandomPolicy(dsrl_tasks()[name].action_dim or 0), name, episodes=6, workers=workers, slots=4)
+        for workers in (1, 2)
+    ]
+    assert results[0].returns.tolist() == results[1].returns.tolist()
+    assert results[0].costs.tolist() == results[1].costs.tolist()

@@ -1,0 +1,111 @@
+"""The package as a whole: public names, cheap imports, one-way layers, and what files promise about each other."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+import qpt
+from qpt.errors import QptError, require
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "src" / "qpt").rglob("*.py"))
+
+
+def project() -> dict[str, object]:
+    found = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_public_names_resolve() -> None:
+    for name in qpt.__all__:
+        value = getattr(qpt, name)
+        if name != "__version__":
+            assert getattr(value, "__doc__", None), name
+    assert set(qpt.__all__) <= set(dir(qpt))
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = qpt.nonsense
+
+
+@pytest.mark.parametrize("module", ["qpt", "qpt.tasks", "qpt.data", "qpt.cli.tasks", "qpt.cli.doctor"])
+def test_cheap_modules_do_not_import_torch(module: str) -> None:
+    code = f"import sys, {module}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_data_can_be_read_without_torch() -> None:
+    code = "import sys, qpt; n = len(qpt.load_dataset('embedded:ballcircle')); print(n, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "300 False\n"
+
+
+def test_versions_agree() -> None:
+    assert qpt.__version__ == project()["version"] == importlib.metadata.version("qpt")
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {qpt.__version__}\n" in citation
+
+
+def test_package_data_are_there() -> None:
+    for name in ("py.typed", "tasks.json", "data/embedded/ballcircle.hdf5"):
+        assert resources.files("qpt").joinpath(name).is_file(), name
+
+
+def test_rooms_import_one_way() -> None:
+    lint = Path(sys.executable).with_name("lint-imports")
+    if not lint.exists():
+        pytest.skip("import-linter is not installed")
+    done = subprocess.run([lint, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_missing_package_names_the_command() -> None:
+    with pytest.raises(QptError, match=re.escape("run: pip install 'qpt[plot]'")):
+        require("a_package_that_is_not_there", "plot")
+
+
+def test_every_extra_that_an_error_names_exists() -> None:
+    extras = project()["optional-dependencies"]
+    assert isinstance(extras, dict)
+    named = {
+        extra for path in SOURCES for extra in re.findall(r'require\("[\w.]+", "([\w-]+)"\)', path.read_text("utf-8"))
+    }
+    assert {"plot", "parquet", "minari"} <= named <= set(extras)
+
+
+def test_no_file_is_unpickled() -> None:
+    # A parent tells its own worker through a private pipe what to do; nothing else may be unpickled.
+    workers = {ROOT / "src/qpt/envs/vector.py", ROOT / "src/qpt/collect/workers.py"}
+    banned = re.compile(r"\bimport pickle\b|\bpickle\.load|allow_pickle=True|\btorch\.load\(")
+    assert workers <= set(SOURCES)
+    for path in set(SOURCES) - workers:
+        assert not banned.search(path.read_text("utf-8")), path
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    # docs/results.md is written with the results
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        if "_build" in path.parts:
+            continue
+        prose = re.sub(r"```.*?```", "", path.read_text("utf-8"), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[\w-]+)?\)", prose):
+            if Path(target).name != "results.md":
+                assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+@pytest.mark.slow
+def test_the_tour_of_the_readme_works(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "cost of the episode:" in done.stdout

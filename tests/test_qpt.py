@@ -1,0 +1,473 @@
+"""QPT's losses and choices against slow references that follow the paper's equations, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import tiny_data
+
+from qpt.algorithms import candidates
+from qpt.algorithms.base import Context, Spec, discounted_limit
+from qpt.algorithms.qpt import QPT, QPTConfig
+from qpt.data.sampling import WindowBatch
+from qpt.errors import QptError
+from qpt.policy import Policy
+
+SMALL = {
+    "width": 16,
+    "layers": 2,
+    "heads": 2,
+    "context": 5,
+    "critic_width": 16,
+    "batch_size": 8,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+
+
+def make(**changes: Any) -> tuple[QPT, WindowBatch]:
+    data = tiny_data()
+    torch.manual_seed(0)
+    method = QPT(replace(QPTConfig(), **{**SMALL, **changes}), Spec.from_data(data)).double()
+    for parameter in method.parameters():  # targets differ from online networks, and nothing is tiny
+        torch.nn.init.normal_(parameter, std=0.3)
+    batch = method.make_sampler(data, torch.device("cpu"), 1).sample()
+    return method, WindowBatch(*(x.double() if x.is_floating_point() else x for x in batch))
+
+
+def mlp(stack: Any, member: int, x: torch.Tensor) -> torch.Tensor:
+    for i, (weight, bias) in enumerate(zip(stack.weights, stack.biases, strict=True)):
+        x = x @ weight[member] + bias[member, 0]
+        if i < len(stack.weights) - 1:
+            x = x * torch.tanh(torch.nn.functional.softplus(x))
+    return x[0]
+
+
+def test_paper_critic_loss_equals_its_equation() -> None:
+    """Σ_m ‖ Σ_j γ^{j-m} r_j + γ^{t-m} min_i Q'_i(s_t, π'(τ)_t) - Q_i(s_m, a_m) ‖², the same for cost, means over valid m."""
+    method, batch = make(
+        reward_scale=0.1,
+        critic_cost_scale=1.0,
+        bootstrap="policy",
+        budget_critics=False,
+        time_critics=False,
+        n_step=None,
+        cost_reduction="min",
+        discount=0.97,
+        cost_discount=0.97,
+    )
+    gamma = method.config.discount
+    acted = method.policy(batch, target=True)
+    sums = {"reward": 0.0, "cost": 0.0}
+    count = 0
+    for b in range(len(batch.rewards)):
+        length = int(batch.mask[b].sum())
+        t, ends = length - 1, bool(batch.terminals[b, length - 1])
+        state = lambda p: (batch.observations[b, p] - method.transformer.mean) / method.transformer.std  # noqa: B023, E731
+        for m in range(length if ends else t):
+            count += 1
+            for name, signal, online, target in (
+                ("reward", batch.rewards[b] * 0.1, method.reward_critics, method.target_reward_critics),
+                ("cost", batch.costs[b], method.cost_critics, method.target_cost_critics),
+            ):
+                stop = length if ends else t
+                goal = sum(gamma ** (j - m) * signal[j] for j in range(m, stop))
+                if not ends:
+                    last = torch.cat([state(t), acted[b, t]])
+                    goal = goal + gamma ** (t - m) * min(mlp(target, 0, last), mlp(target, 1, last))
+                here = torch.cat([state(m), batch.actions[b, m]])
+                sums[name] += sum((goal - mlp(online, i, here)).item() ** 2 for i in (0, 1))
+    loss, metrics = method.critic_loss(batch, torch.zeros(len(batch.rewards)).double())
+    assert metrics["critic/reward_loss"].item() == pytest.approx(sums["reward"] / count, rel=1e-9)
+    assert metrics["critic/cost_loss"].item() == pytest.approx(sums["cost"] / count, rel=1e-9)
+    assert loss.item() == pytest.approx((sums["reward"] + sums["cost"]) / count, rel=1e-9)
+
+
+def test_policy_loss_equals_its_equation() -> None:
+    """L_DT - η1 E[Q^r(s, π)] / E|Q^r(s, a)| + η2 E[Q^c(s, π)] / E|Q^c(s, a)|."""
+    method, batch = make(
+        eta_reward=0.7,
+        eta_cost=0.3,
+        cost_term="all",
+        normalizer="batch",
+        budget_critics=False,
+        time_critics=False,
+        bootstrap="policy",
+        train_with_reward_critic=True,
+        train_with_cost_critic=True,
+    )
+    actions = method.policy(batch)
+    errors, terms = [], {name: ([], []) for name in ("reward", "cost")}
+    for b in range(len(batch.rewards)):
+        for p in range(int(batch.mask[b].sum())):
+            errors.append(((actions[b, p] - batch.actions[b, p]) ** 2).mean().item())
+            state = (batch.observations[b, p] - method.transformer.mean) / method.transformer.std
+            for name, stack in (("reward", method.reward_critics), ("cost", method.cost_critics)):
+                on_policy, on_data = torch.cat([state, actions[b, p]]), torch.cat([state, batch.actions[b, p]])
+                terms[name][0].append(np.mean([mlp(stack, i, on_policy).item() for i in (0, 1)]))
+                terms[name][1].append(np.mean([abs(mlp(stack, i, on_data).item()) for i in (0, 1)]))
+    expected = (
+        np.mean(errors)
+        - 0.7 * np.mean(terms["reward"][0]) / np.mean(terms["reward"][1])
+        + 0.3 * np.mean(terms["cost"][0]) / np.mean(terms["cost"][1])
+    )
+    assert method.policy_loss(batch)[0].item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_policy_step_leaves_critics_alone_and_the_critic_step_the_policy() -> None:
+    method, batch = make(train_with_reward_critic=True, eta_reward=1.0)
+    method = method.float()
+    method.make_optimizers()
+    batch = WindowBatch(*(x.float() if x.is_floating_point() else x for x in batch))
+    before = {k: v.clone() for k, v in method.state_dict().items()}
+    loss, _ = method.policy_loss(batch)
+    from qpt.algorithms.base import descend
+
+    descend(method.optimizers["policy"], loss, [method.policy_parameters], 0.25)
+    changed = {k for k, v in method.state_dict().items() if not torch.equal(v, before[k])}
+    assert changed
+    assert all(k.startswith(("transformer.", "head.")) for k in changed)
+    before = {k: v.clone() for k, v in method.state_dict().items()}
+    loss, _ = method.critic_loss(batch, torch.ones(len(batch.rewards)))
+    descend(method.optimizers["critics"], loss, method.learned_critics, 10.0)
+    changed = {k for k, v in method.state_dict().items() if not torch.equal(v, before[k])}
+    assert changed
+    assert all(k.startswith(("reward_critics.", "cost_critics.", "values.")) for k in changed)
+
+
+def test_targets_follow_by_their_rates() -> None:
+    method, batch = make(ema=0.9, critic_ema=0.7)
+    method = method.float()
+    method.make_optimizers()
+    before = {k: v.clone() for k, v in method.state_dict().items()}
+    method.update(WindowBatch(*(x.float() if x.is_floating_point() else x for x in batch)))
+    after = method.state_dict()
+    for online, target, rate in (
+        ("head.weight", "target_head.weight", 0.9),
+        ("reward_critics.weights.0", "target_reward_critics.weights.0", 0.7),
+    ):
+        torch.testing.assert_close(after[target], rate * before[target] + (1 - rate) * after[online])
+
+
+def test_budget_critics_learn_only_from_what_fits_the_budget() -> None:
+    """With values at 0, the target is the reward, and only steps whose own cost fits the budget that is left count."""
+    method, batch = make(
+        budget_critics=True, time_critics=True, bootstrap="expectile", n_step=1, discount=1.0, cost_discount=1.0, budget_margin=0.25
+    )
+    draw = torch.linspace(0, 5, len(batch.rewards)).double()
+    for stack in (method.values, method.reward_critics):
+        for parameter in stack.parameters():
+            parameter.data.zero_()
+    _, metrics = method.critic_loss(batch, draw)
+    total, count, dropped = 0.0, 0, 0
+    for b in range(len(batch.rewards)):
+        length = int(batch.mask[b].sum())
+        ends = bool(batch.terminals[b, length - 1]) or bool(batch.timeouts[b, length - 1])
+        budget = draw[b].item()
+        for m in range(length if ends else length - 1):
+            cost = batch.costs[b, m].item()
+            if cost <= budget + 0.25:
+                total, count = total + 2 * (batch.rewards[b, m].item() * method.reward_scale) ** 2, count + 1
+            else:
+                dropped += 1
+            budget -= cost
+    assert dropped > 0
+    assert metrics["critic/reward_loss"].item() == pytest.approx(total / count, rel=1e-9)
+
+
+def test_cost_critics_do_not_see_the_budget() -> None:
+    method, batch = make(budget_critics=True, time_critics=True, bootstrap="expectile")
+    reward_a, cost_a = method.features(batch.observations, batch.cost_to_go, batch.steps)
+    reward_b, cost_b = method.features(batch.observations, batch.cost_to_go + 3, batch.steps)
+    assert torch.equal(cost_a, cost_b)
+    assert not torch.equal(reward_a, reward_b)
+
+
+def test_excess_penalises_only_what_is_beyond_the_budget() -> None:
+    method, batch = make(eta_cost=1.0, train_with_reward_critic=False, cost_term="excess", normalizer="data", critic_cost_scale=1.0)
+    _, metrics = method.policy_loss(batch)
+    actions = method.policy(batch)
+    _, unaware = method.features(batch.observations, batch.cost_to_go, batch.steps)
+    q = method.cost_critics(torch.cat([unaware, actions], -1))[..., 0].mean(0)
+    each = [
+        max(q[b, p].item() - max(batch.cost_to_go[b, p].item(), 0.0), 0.0)
+        for b in range(len(q))
+        for p in range(q.shape[1])
+        if batch.mask[b, p]
+    ]
+    assert metrics["policy/cost_q"].item() == pytest.approx(np.mean(each), rel=1e-9)
+
+
+# -- inference -------------------------------------------------------------------------------------------------------------
+
+
+def random_context(method: QPT, n: int, seed: int = 0) -> Context:
+    g = torch.Generator().manual_seed(seed)
+    k, spec = method.context, method.spec
+    last = torch.arange(n) % k
+    return Context(
+        torch.randn(n, k, spec.observation_dim, generator=g).double(),
+        torch.randn(n, k, spec.action_dim, generator=g).double().clamp(-1, 1),
+        torch.randn(n, k, generator=g).double() * 10,
+        torch.randn(n, k, generator=g).double() * 5,
+        torch.arange(k).expand(n, -1) + (torch.arange(n) % 3)[:, None],
+        last,
+        torch.rand(n, generator=g).double() * 20,
+        torch.rand(n, generator=g).double() * 10,
+        torch.arange(n) + 100,
+    )
+
+
+def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor, bool]:
+    """One episode, one candidate at a time, as the paper's inference reads."""
+    c = method.config
+    n = int(context.last[row]) + 1
+    from qpt.nets.noise import episode_normal
+
+    step = context.steps[row, n - 1] if c.noise_mode == "step" else torch.tensor(0)
+    noise = episode_normal(context.seeds[row : row + 1], step[None], 2 * c.candidates)[0]
+    best, best_value, least, least_value = None, -np.inf, None, np.inf
+    for j in range(c.candidates):
+        dr = 0.0 if j == 0 else noise[j].item() * c.rtg_noise * abs(context.return_target[row].item())
+        dc = 0.0 if j == 0 else noise[c.candidates + j].item() * c.ctg_noise * context.cost_limit[row].item()
+        r, g = context.return_to_go[row, :n].clone(), context.cost_to_go[row, :n].clone()
+        if c.noise_mode == "step":
+            r[-1], g[-1] = r[-1] + dr, g[-1] + dc
+        else:
+            r, g = r + dr, g + dc
+        hidden = method.transformer(
+            r[None],
+            g[None],
+            context.observations[row : row + 1, :n],
+            context.actions[row : row + 1, :n],
+            context.steps[row : row + 1, :n],
+        )
+        action = torch.tanh(method.head(hidden[0, -1, 0]))
+        state = (context.observations[row, n - 1] - method.transformer.mean) / method.transformer.std
+        parts, blind = [state], [state]
+        if c.time_critics:
+            parts.append(context.steps[row, n - 1 : n].double() * 2 / method.spec.horizon - 1)
+            blind = list(parts)
+        if c.budget_critics:
+            parts.append(context.cost_to_go[row, n - 1 : n].clamp(min=0) * 4 / max(method.spec.cost_max, 1.0))
+            blind.append(torch.zeros(1).double())
+        x, y = torch.cat([*parts, action]), torch.cat([*blind, action])
+        qr = min(mlp(method.target_reward_critics, i, x).item() for i in (0, 1))
+        twins = [mlp(method.target_cost_critics, i, y).item() / method.cost_scale for i in (0, 1)]
+        qc = min(twins) if c.cost_reduction == "min" else max(twins)
+        limit = context.cost_to_go[row, n - 1].item()
+        if c.cost_test == "horizon":
+            h = max(method.spec.horizon - int(context.steps[row, n - 1]), 1)
+            limit = sum(c.cost_discount**i for i in range(h)) / h * max(limit, 0.0)
+        if qc <= limit + (c.budget_margin if c.budget_critics else 0.0) and qr > best_value:
+            best, best_value = action, qr
+        if qc < least_value:
+            least, least_value = action, qc
+    return (best, False) if best is not None else (least, True)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("noise_mode", ["episode", "step"])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"cost_test": "horizon", "cost_reduction": "max"},
+        {"budget_critics": True, "time_critics": True, "ctg_noise": 0.3},
+    ],
+)
+def test_decisions_equal_the_slow_reference(noise_mode: str, extra: dict[str, Any]) -> None:
+    settings = {
+        "candidates": 6,
+        "rtg_noise": 0.5,
+        "ctg_noise": 0.0,
+        "cost_test": "literal",
+        "cost_reduction": "min",
+        "budget_critics": False,
+        "time_critics": False,
+        "action_noise": 0.0,
+        "selection": "constrained",
+        "cost_discount": 0.97,
+        "critic_cost_scale": 1.0,
+    }
+    method, _ = (
+        make(**settings, **{"noise_mode": noise_mode} | extra)
+        if not (settings.keys() & extra.keys())
+        else make(**{**settings, **extra, "noise_mode": noise_mode})
+    )
+    method.eval()
+    context = random_context(method, 20)
+    with torch.no_grad():
+        decision = candidates.decide(method, context)
+        for row in range(20):
+            action, fallback = slow_decision(method, context, row)
+            torch.testing.assert_close(decision.actions[row], action, rtol=0, atol=1e-10)
+            assert bool(decision.diagnostics["fallback"][row]) == fallback
+    shares = decision.diagnostics["fallback"].mean().item()
+    assert 0 < shares < 1  # both branches were taken
+
+
+def test_selection_rules() -> None:
+    method, _ = make(
+        candidates=4,
+        selection="constrained",
+        cost_test="literal",
+        tradeoff=2.0,
+        reward_scale=1.0,
+        critic_cost_scale=1.0,
+    )
+    context = random_context(method, 2)
+    budget = context.now(context.cost_to_go)
+    reward_q = torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 2).double()
+    cost_q = budget[:, None] + torch.tensor([[-1.0, 0.0, 1.0, 2.0], [4.0, 3.0, 2.5, 3.5]]).double()
+    assert candidates.choose(method, context, reward_q, cost_q)[0].tolist() == [1, 2]  # best feasible; least cost
+    assert candidates.choose(method, context, reward_q, cost_q)[1].tolist() == [False, True]
+    method.config = replace(method.config, fallback="ignore")
+    assert candidates.choose(method, context, reward_q, cost_q)[0].tolist() == [1, 3]
+    method.config = replace(method.config, selection="tradeoff", tradeoff=0.1)
+    expected = (reward_q - 0.1 * cost_q).argmax(1)
+    assert torch.equal(candidates.choose(method, context, reward_q, cost_q)[0], expected)
+    method.config = replace(method.config, selection="constrained", cost_test="none")
+    assert candidates.choose(method, context, reward_q, cost_q)[0].tolist() == [3, 3]
+
+
+def test_horizon_budget_is_an_even_discounted_spend() -> None:
+    expected = sum(0.99**i * 10 / 200 for i in range(200))
+    assert discounted_limit(10.0, 200, 0.99) == pytest.approx(expected)
+    assert discounted_limit(10.0, 200, 1.0) == 10.0
+
+
+# -- presets and the deployed policy ---------------------------------------------------------------------------------------
+
+
+def test_paper_preset_is_the_papers_table() -> None:
+    c = QPTConfig.preset("paper")
+    assert (c.layers, c.heads, c.width, c.context, c.batch_size, c.lr, c.betas) == (
+        3,
+        8,
+        128,
+        10,
+        2048,
+        1e-4,
+        (0.9, 0.999),
+    )
+    assert (c.dropout, c.clip, c.critic_clip, c.candidates, c.cost_test, c.cost_reduction) == (
+        0.1,
+        0.25,
+        0.25,
+        50,
+        "literal",
+        "min",
+    )
+    assert (c.bootstrap, c.n_step, c.budget_critics, c.normalizer, c.selection) == (
+        "policy",
+        None,
+        False,
+        "batch",
+        "constrained",
+    )
+    with pytest.raises(QptError, match="no preset"):
+        QPTConfig.preset("papre")
+
+
+def policy_of(method: QPT, n: int, limits: Any = 10.0) -> Policy:
+    policy = Policy(method.eval(), dtype=torch.float64)
+    policy.reset(n, cost_limits=np.broadcast_to(limits, n), seeds=np.arange(n))
+    return policy
+
+
+def test_policy_tokens_are_targets_minus_what_was_realised() -> None:
+    method, _ = make(candidates=1, inference_with_candidates=False)
+    seen: list[Context] = []
+    method.act = lambda c: (seen.append(c), candidates.decide(method, c))[1]  # type: ignore[method-assign]
+    policy = policy_of(method, 2, [4.0, 9.0])
+    rng = np.random.default_rng(0)
+    observations, actions, rewards, costs = [], [], [], []
+    for t in range(8):
+        o = rng.normal(size=(2, 3))
+        a = policy.act(o)
+        observations.append(o), actions.append(a), rewards.append(rng.random(2)), costs.append(rng.integers(0, 2, 2))
+        c = seen[-1]
+        window = range(max(0, t - 4), t + 1)
+        for row in range(2):
+            for place, step in enumerate(window):
+                earned, spent = sum(r[row] for r in rewards[:step]), sum(k[row] for k in costs[:step])
+                assert c.return_to_go[row, place].item() == pytest.approx(policy.return_targets[row] - earned)
+                assert c.cost_to_go[row, place].item() == pytest.approx([4.0, 9.0][row] - spent)
+                assert int(c.steps[row, place]) == step
+                np.testing.assert_allclose(c.observations[row, place], observations[step][row])
+                if step < t:
+                    np.testing.assert_allclose(c.actions[row, place], actions[step][row], atol=1e-6)
+            assert int(c.last[row]) == len(window) - 1
+        policy.observe(rewards[-1], costs[-1])
+
+
+def test_episodes_side_by_side_equal_episodes_alone() -> None:
+    method, _ = make(candidates=5, rtg_noise=0.4)
+    rng = np.random.default_rng(1)
+    together = policy_of(method, 3, [2.0, 5.0, 9.0])
+    alone = [policy_of(method, 1, x) for x in (2.0, 5.0, 9.0)]
+    for i, p in enumerate(alone):
+        p.restart([0], seeds=[i])
+    for t in range(12):
+        o, r, k = rng.normal(size=(3, 3)), rng.random(3), rng.integers(0, 2, 3)
+        active = np.array([True, t % 3 != 0, t > 4])
+        a = together.act(o, active)
+        together.observe(r, k)
+        for row in np.flatnonzero(active):
+            b = alone[row].act(o[row : row + 1])
+            alone[row].observe(r[row : row + 1], k[row : row + 1])
+            np.testing.assert_allclose(a[row], b[0], atol=1e-7)
+        assert (a[~active] == 0).all()
+        if t == 7:
+            together.restart([0])
+            alone[0].restart([0])
+
+
+def test_a_new_limit_changes_the_next_decision_and_its_targets() -> None:
+    method, _ = make(candidates=1)
+    policy, same = policy_of(method, 1, 3.0), policy_of(method, 1, 3.0)
+    o = np.ones((1, 3))
+    for p in (policy, same):
+        p.act(o)
+        p.observe([1.0], [2.0])
+    policy.set_cost_limit(12.0)
+    assert policy.return_targets[0] == method.spec.suggest_return(12.0) * method.config.target_factor
+    assert not np.allclose(policy.act(o), same.act(o))
+    fixed = Policy(method.eval(), dtype=torch.float64)
+    fixed.reset(1, cost_limits=3.0, return_targets=[7.0])
+    fixed.set_cost_limit(12.0)
+    assert fixed.return_targets[0] == 7.0
+
+
+def test_policy_refuses_misuse_in_a_sentence() -> None:
+    method, _ = make(candidates=1)
+    policy = Policy(method.eval(), dtype=torch.float64)
+    with pytest.raises(QptError, match="reset"):
+        policy.act(np.zeros((1, 3)))
+    policy.reset(2, cost_limits=1.0)
+    with pytest.raises(QptError, match="shape"):
+        policy.act(np.zeros((1, 3)))
+    with pytest.raises(QptError, match="NaN"):
+        policy.act(np.full((2, 3), np.nan))
+    with pytest.raises(QptError, match="at least 0"):
+        policy.set_cost_limit(-1.0)
+    policy.act(np.zeros((2, 3)))
+    with pytest.raises(QptError, match="observe"):
+        policy.act(np.zeros((2, 3)))
+    policy.observe([0, 0], [0, 0])
+    with pytest.raises(QptError, match="no decision"):
+        policy.observe([0, 0], [0, 0])
+    for _ in range(method.spec.horizon - 1):
+        policy.act(np.zeros((2, 3)))
+        policy.observe([0, 0], [0, 0])
+    with pytest.raises(QptError, match="past the horizon"):
+        policy.act(np.zeros((2, 3)))
+    clamped = Policy(method.eval(), past_horizon="clamp", dtype=torch.float64)
+    clamped.reset(1, cost_limits=1.0)
+    for _ in range(method.spec.horizon + 3):
+        clamped.act(np.zeros((1, 3)))
+        clamped.observe([0], [0])

@@ -1,0 +1,292 @@
+"""The loop: bit-exact resume after a kill at any moment, atomic checkpoints, clear errors, the selection rule."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import tiny_data
+from safetensors.torch import load_file
+
+import qpt
+from qpt import checkpoint
+from qpt.algorithms.qpt import QPT, QPTConfig
+from qpt.errors import QptError
+from qpt.training import TrainConfig, best_evaluation, train
+
+TINY = QPTConfig(steps=30, batch_size=4, width=8, layers=1, heads=2, context=3, critic_width=8)
+
+
+def config(out: Path, **changes: Any) -> TrainConfig:
+    settings: dict[str, Any] = {
+        "config": TINY,
+        "checkpoint_every": 5,
+        "log_every": 5,
+        "progress": False,
+        "threads": 1,
+        "device": "cpu",
+    }
+    return TrainConfig(out=out, **(settings | changes))
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint.resolve(run) / checkpoint.MODEL)
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_stopping_and_resuming_gives_the_same_bits(tmp_path: Path) -> None:
+    data = tiny_data()
+    train(config(tmp_path / "whole"), data)
+    train(config(tmp_path / "parts", config=replace(TINY, steps=10)), data)
+    for steps in (15, 20, 30):  # longer each time: only `steps` may change
+        train(config(tmp_path / "parts", config=replace(TINY, steps=steps), resume=True), data)
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+    whole, parts = (
+        [json.loads(x) for x in (tmp_path / n / "metrics.jsonl").read_text().splitlines()] for n in ("whole", "parts")
+    )
+    assert [{k: v for k, v in r.items() if k != "steps_per_second"} for r in whole] == [
+        {k: v for k, v in r.items() if k != "steps_per_second"} for r in parts
+    ]
+    other = train(config(tmp_path / "other", seed=1), data)
+    assert not same(weights(tmp_path / "whole"), weights(other.folder))
+
+
+SCRIPT = """
+    import sys
+    sys.path.insert(0, {tests!r})
+    from pathlib import Path
+    from helpers import tiny_data
+    from test_training import config
+    from qpt.training import train
+    out = Path({out!r})
+    train(config(out, resume=(out / "run.json").exists()), tiny_data())
+"""
+
+
+def start(out: Path) -> subprocess.Popen[bytes]:
+    code = textwrap.dedent(SCRIPT.format(tests=str(Path(__file__).parent), out=str(out)))
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def kill_until_done(out: Path, delays: list[float]) -> int:
+    """Kill the run after each delay counted from its first sign of life, then let it end. Returns the number of kills."""
+    kills = 0
+    for delay in delays:
+        process = start(out)
+        begun = time.monotonic()
+        seen = len(list(out.glob("checkpoints/*"))) if out.exists() else 0
+        while process.poll() is None and time.monotonic() - begun < 60:
+            if out.exists() and (
+                len(list(out.glob("checkpoints/*"))) != seen or (seen == 0 and (out / "run.json").exists())
+            ):
+                break
+            time.sleep(0.002)
+        time.sleep(delay)
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        process.communicate()
+    last = start(out)
+    text = last.communicate(timeout=120)[0].decode()
+    assert last.returncode == 0, text
+    return kills
+
+
+def test_killed_runs_end_with_the_same_bits(tmp_path: Path) -> None:
+    train(config(tmp_path / "whole"), tiny_data())
+    assert kill_until_done(tmp_path / "killed", [0.0, 0.01]) >= 1
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
+    assert not list((tmp_path / "killed" / "checkpoints").glob(".*.tmp"))
+
+
+@pytest.mark.slow
+def test_killed_at_many_moments(tmp_path: Path) -> None:
+    train(config(tmp_path / "whole"), tiny_data())
+    rng = np.random.default_rng(0)
+    kills = sum(kill_until_done(tmp_path / f"killed{i}", list(rng.random(4) * 0.1)) for i in range(8))
+    assert kills >= 8
+    for i in range(8):
+        assert same(weights(tmp_path / "whole"), weights(tmp_path / f"killed{i}"))
+
+
+@pytest.mark.parametrize("moment", ["model", "training", "manifest", "rename"])
+def test_a_kill_while_writing_keeps_the_old_checkpoint(tmp_path: Path, moment: str) -> None:
+    """The process dies at a chosen point inside a checkpoint's writing; the resumed run still ends with the same bits."""
+    data = tiny_data()
+    train(config(tmp_path / "whole"), data)
+    pid = os.fork()
+    if pid == 0:  # the child is killed in its third write
+        calls = {"n": 0}
+        place = {
+            "model": (checkpoint, "_save"),
+            "training": (checkpoint, "_digest"),
+            "manifest": (checkpoint, "_sync"),
+            "rename": (Path, "rename"),
+        }
+        owner, name = place[moment]
+        original = getattr(owner, name)
+
+        def dying(*args: Any, **kwargs: Any) -> Any:
+            calls["n"] += 1
+            if calls["n"] == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, dying)
+        try:
+            train(config(tmp_path / "cut"), data)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status)
+    assert len(checkpoint.checkpoints(tmp_path / "cut")) >= 1
+    train(config(tmp_path / "cut", resume=True), data)
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+
+
+def test_an_interrupt_saves_and_stops(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    code = textwrap.dedent(SCRIPT.format(tests=str(Path(__file__).parent), out=str(out))).replace(
+        "config(out,",
+        "config(out, config=__import__('dataclasses').replace(__import__('test_training').TINY, steps=10**6),",
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    begun = time.monotonic()
+    while not checkpoint.checkpoints(out) and time.monotonic() - begun < 60:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    text = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == 0, text
+    rows = [json.loads(x) for x in (out / "metrics.jsonl").read_text().splitlines()]
+    assert checkpoint.read_manifest(checkpoint.resolve(out))["step"] == rows[-1]["step"]
+
+
+def test_damaged_and_foreign_checkpoints_get_a_sentence(tmp_path: Path) -> None:
+    data = tiny_data()
+    run = train(config(tmp_path / "run", config=replace(TINY, steps=5)), data).folder
+    folder = checkpoint.resolve(run)
+
+    def broken(name: str, change: Any) -> Path:
+        copy = tmp_path / name
+        shutil.copytree(run, copy)
+        change(checkpoint.resolve(copy))
+        return copy
+
+    def flip(path: Path) -> None:
+        raw = bytearray(path.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        path.write_bytes(raw)
+
+    for name, change, message in (
+        ("flipped", lambda p: flip(p / checkpoint.MODEL), "does not match its checksum"),
+        ("cut", lambda p: (p / checkpoint.TRAINING).write_bytes(b"x"), "does not match its checksum"),
+        ("json", lambda p: (p / checkpoint.MANIFEST).write_text("{"), "not valid JSON"),
+        ("missing", lambda p: (p / checkpoint.MODEL).unlink(), "cannot be read"),
+        (
+            "future",
+            lambda p: (p / checkpoint.MANIFEST).write_text(
+                (folder / checkpoint.MANIFEST).read_text().replace('"format": 1', '"format": 99')
+            ),
+            "format 99",
+        ),
+        ("lacking", lambda p: (p / checkpoint.MANIFEST).write_text('{"format": 1}'), "lacks entries"),
+    ):
+        copy = broken(name, change)
+        with pytest.raises(QptError, match=message):
+            train(config(copy, config=replace(TINY, steps=10), resume=True), data)
+    with pytest.raises(QptError, match="began with other data"):
+        train(config(run, config=replace(TINY, steps=10), resume=True), tiny_data(seed=5))
+    with pytest.raises(QptError, match=r"other settings \(lr\)"):
+        train(config(run, config=replace(TINY, steps=10, lr=1.0), resume=True), data)
+    with pytest.raises(QptError, match="already holds a run"):
+        train(config(run), data)
+    with pytest.raises(QptError, match="nothing to resume"):
+        train(config(tmp_path / "empty", resume=True), data)
+    with pytest.raises(QptError, match="neither a checkpoint"):
+        qpt.load_policy(tmp_path / "nowhere")
+
+
+def test_divergence_stops_with_step_metric_and_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    update = QPT.update
+
+    def diverging(self: QPT, batch: Any) -> dict[str, torch.Tensor]:
+        metrics = update(self, batch)
+        if int(self.step) >= 7:
+            metrics["loss"] = torch.tensor(float("nan"))
+        return metrics
+
+    monkeypatch.setattr(QPT, "update", diverging)
+    expected = r"training diverged: loss is nan at step 10; the last good checkpoint is .*step-000000005"
+    with pytest.raises(QptError, match=expected):
+        train(config(tmp_path / "run"), tiny_data())
+    for tensor in load_file(checkpoint.resolve(tmp_path / "run") / checkpoint.MODEL).values():
+        assert torch.isfinite(tensor.float()).all()
+
+
+def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tiny_data()
+    run = train(config(tmp_path / "run", config=replace(TINY, steps=5)), data).folder
+    before = weights(run)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_save", full)
+    with pytest.raises(QptError, match=r"cannot be written .*No space left.* untouched"):
+        train(config(run, config=replace(TINY, steps=10), resume=True), data)
+    monkeypatch.undo()
+    assert same(before, weights(run))
+    assert not [p for p in (run / "checkpoints").iterdir() if p.name.startswith(".")]
+
+
+def test_old_checkpoints_are_rotated_out(tmp_path: Path) -> None:
+    run = train(config(tmp_path / "run", keep=3), tiny_data()).folder
+    assert [p.name for p in checkpoint.checkpoints(run)] == [f"step-{n:09d}" for n in (20, 25, 30)]
+
+
+def test_loaded_policies_act_like_the_trained_one(tmp_path: Path) -> None:
+    from qpt.policy import Policy
+
+    data = tiny_data()
+    run = train(config(tmp_path / "run"), data).folder
+    method, manifest = checkpoint.load_algorithm(checkpoint.resolve(run))
+    assert manifest["data"]["fingerprint"] == data.fingerprint
+    a, b = qpt.load_policy(run), Policy(method)
+    fewer = qpt.load_policy(run, candidates=3)
+    assert fewer.method.config.candidates == 3
+    for p in (a, b):
+        p.reset(2, cost_limits=[1, 5], seeds=[3, 4])
+    for _ in range(6):
+        o = np.random.default_rng(0).normal(size=(2, 3))
+        assert np.array_equal(a.act(o), b.act(o))
+        a.observe([1, 1], [0, 1])
+        b.observe([1, 1], [0, 1])
+    with pytest.raises(QptError, match="no such setting"):
+        qpt.load_policy(run, candidatse=3)
+
+
+def row(step: int, *parts: tuple[float, float]) -> dict[str, Any]:
+    return {"step": step, "limits": [{"return": r, "normalized_cost": c} for r, c in parts]}
+
+
+def test_the_best_checkpoint_is_the_most_rewarding_safe_one() -> None:
+    assert best_evaluation([]) is None
+    rows = [row(1, (5, 0.2)), row(2, (9, 1.0)), row(3, (20, 1.1))]
+    assert best_evaluation(rows) is rows[1]
+    rows = [row(1, (5, 1.5), (9, 3.0)), row(2, (1, 1.2), (1, 1.4))]
+    assert best_evaluation(rows) is rows[1]
