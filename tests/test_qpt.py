@@ -156,7 +156,13 @@ def test_targets_follow_by_their_rates() -> None:
 def test_budget_critics_learn_only_from_what_fits_the_budget() -> None:
     """With values at 0, the target is the reward, and only steps whose own cost fits the budget that is left count."""
     method, batch = make(
-        budget_critics=True, time_critics=True, bootstrap="expectile", n_step=1, discount=1.0, cost_discount=1.0, budget_margin=0.25
+        budget_critics=True,
+        time_critics=True,
+        bootstrap="expectile",
+        n_step=1,
+        discount=1.0,
+        cost_discount=1.0,
+        budget_margin=0.25,
     )
     draw = torch.linspace(0, 5, len(batch.rewards)).double()
     for stack in (method.values, method.reward_critics):
@@ -188,7 +194,9 @@ def test_cost_critics_do_not_see_the_budget() -> None:
 
 
 def test_excess_penalises_only_what_is_beyond_the_budget() -> None:
-    method, batch = make(eta_cost=1.0, train_with_reward_critic=False, cost_term="excess", normalizer="data", critic_cost_scale=1.0)
+    method, batch = make(
+        eta_cost=1.0, train_with_reward_critic=False, cost_term="excess", normalizer="data", critic_cost_scale=1.0
+    )
     _, metrics = method.policy_loss(batch)
     actions = method.policy(batch)
     _, unaware = method.features(batch.observations, batch.cost_to_go, batch.steps)
@@ -202,7 +210,7 @@ def test_excess_penalises_only_what_is_beyond_the_budget() -> None:
     assert metrics["policy/cost_q"].item() == pytest.approx(np.mean(each), rel=1e-9)
 
 
-# -- inference -------------------------------------------------------------------------------------------------------------
+# -- inference ---------------------------------------------------------------------------------------------------------
 
 
 def random_context(method: QPT, n: int, seed: int = 0) -> Context:
@@ -340,7 +348,7 @@ def test_horizon_budget_is_an_even_discounted_spend() -> None:
     assert discounted_limit(10.0, 200, 1.0) == 10.0
 
 
-# -- presets and the deployed policy ---------------------------------------------------------------------------------------
+# -- presets and the deployed policy -----------------------------------------------------------------------------------
 
 
 def test_paper_preset_is_the_papers_table() -> None:

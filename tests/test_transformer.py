@@ -94,15 +94,15 @@ def test_candidates_with_a_shared_history_equal_separate_windows(count: int) -> 
     last = torch.tensor([0, 1, 2, 3, 4, 5])
     g = torch.Generator().manual_seed(2)
     return_candidates, cost_candidates = torch.randn(2, 6, count, generator=g).double()
-    fast = net.candidates(
-        returns, costs, observations, actions, steps, last, return_candidates, cost_candidates
-    )
+    fast = net.candidates(returns, costs, observations, actions, steps, last, return_candidates, cost_candidates)
     for row in range(6):
         for j in range(count):
             r, c = returns[row].clone(), costs[row].clone()
             r[last[row]], c[last[row]] = return_candidates[row, j], cost_candidates[row, j]
             n = int(last[row]) + 1
-            alone = net(r[None, :n], c[None, :n], observations[row][None, :n], actions[row][None, :n], steps[row][None, :n])
+            alone = net(
+                r[None, :n], c[None, :n], observations[row][None, :n], actions[row][None, :n], steps[row][None, :n]
+            )
             torch.testing.assert_close(fast[row, j], alone[0, -1, 0], rtol=0, atol=1e-10)
 
 

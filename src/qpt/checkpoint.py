@@ -92,7 +92,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise QptError(f"the checkpoint {folder} is damaged: {MANIFEST} lacks entries; use an earlier one")
     if manifest["format"] != FORMAT:
         raise QptError(
-            f"the checkpoint {folder} has format {manifest['format']}, this version of qpt reads {FORMAT}; use a matching version"
+            f"the checkpoint {folder} has format {manifest['format']}, this version of qpt reads {FORMAT}; "
+            "use a matching version"
         )
     return manifest
 
@@ -142,7 +143,7 @@ def restore_training(folder: Path, algorithm: Algorithm, manifest: dict[str, Any
     return {key: value for key, value in tensors.items() if not key.startswith(("optimizer/", "lr/"))}
 
 
-# -- run folders -----------------------------------------------------------------------------------------------------------
+# -- run folders -------------------------------------------------------------------------------------------------------
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -175,7 +176,7 @@ def rotate(run: Path, keep: int) -> None:
 
 
 def _optimizer_tensors(algorithm: Algorithm) -> dict[str, Tensor]:
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for name, optimizer in algorithm.optimizers.items():
         for index, entry in optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer/{name}/{index}/{key}": value for key, value in entry.items()}

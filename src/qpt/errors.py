@@ -15,4 +15,6 @@ def require(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise QptError(f"{module} is needed for this but cannot be imported ({error}); run: pip install 'qpt[{extra}]'") from error
+        raise QptError(
+            f"{module} is needed for this but cannot be imported ({error}); run: pip install 'qpt[{extra}]'"
+        ) from error

@@ -20,8 +20,8 @@ Floats = npt.NDArray[np.float32]
 class Policy:
     """Decides for n parallel episodes that may start and end at different times.
 
-    A step is `actions = act(observations)`, then `observe(rewards, costs)` with what came of it. `set_cost_limit` takes effect
-    at the next `act`: the limit is that of the whole episode, so cost-to-go becomes the limit minus what is already spent.
+    A step is `actions = act(observations)`, then `observe(rewards, costs)` with what came of it. `set_cost_limit` takes
+    effect at the next `act`; it limits the whole episode, so cost-to-go becomes the limit minus what is spent already.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Policy:
         self.observation_dim, self.action_dim = self.spec.observation_dim, self.spec.action_dim
         self.count = 0
 
-    # -- episodes ----------------------------------------------------------------------------------------------------------
+    # -- episodes ------------------------------------------------------------------------------------------------------
 
     def reset(
         self,
@@ -103,14 +103,12 @@ class Policy:
         rows = self._rows(np.arange(self.count) if indices is None else indices)
         limits = np.broadcast_to(np.asarray(cost_limit, float), rows.shape)
         if not np.isfinite(limits).all() or (limits < 0).any():
-            raise QptError(f"a cost limit is a number of at least 0, not {cost_limit}")
-        if (
-            self.limit_mode == "trained"
-            and self.trained_limit is not None
-            and not np.allclose(limits, self.trained_limit)
-        ):
+            raise QptError(f"a cost limit is a number of at least 0, not {np.asarray(cost_limit)}")
+        trained = self.trained_limit if self.limit_mode == "trained" else None
+        if trained is not None and not np.allclose(limits, trained):
             raise QptError(
-                f"this policy was trained for a cost limit of {self.trained_limit:g} and cannot take another; train one for {limits[0]:g}"
+                f"this policy was trained for a cost limit of {trained:g} and cannot take another; "
+                f"train one for {limits[0]:g}"
             )
         self._limits[rows] = limits
         for row, limit in zip(rows, limits, strict=True):
@@ -121,7 +119,7 @@ class Policy:
         suggest = getattr(self.method, "suggest_return", self.spec.suggest_return)  # a method may know better targets
         return float(suggest(limit)) * float(getattr(self.method.config, "target_factor", 1.0))
 
-    # -- one step ----------------------------------------------------------------------------------------------------------
+    # -- one step ------------------------------------------------------------------------------------------------------
 
     def act(self, observations: npt.ArrayLike, active: npt.ArrayLike | None = None) -> Floats:
         """Actions of all rows [n, A]; rows that are not active do not move on and get zeros."""
@@ -202,7 +200,7 @@ class Policy:
         self._step[rows] += 1
         self._acted = None
 
-    # -- facts -------------------------------------------------------------------------------------------------------------
+    # -- facts ---------------------------------------------------------------------------------------------------------
 
     @property
     def cost_limits(self) -> npt.NDArray[np.float64]:
@@ -238,7 +236,7 @@ def load_policy(
     past_horizon: Literal["error", "clamp"] = "error",
     **settings: Any,
 ) -> Policy:
-    """The policy of a checkpoint or run folder. Settings replace fields of its config that matter at deployment (e.g. candidates=10)."""
+    """The policy of a checkpoint or run folder; settings replace fields of its config (e.g. candidates=10)."""
     folder = resolve(path, which)
     algorithm, manifest = load_algorithm(folder, device)
     if settings:
@@ -249,4 +247,6 @@ def load_policy(
         except TypeError as error:
             raise QptError(f"the {manifest['algorithm']} policy has no such setting: {error}") from error
     limit = getattr(algorithm.config, "cost_limit", None)
-    return Policy(algorithm, trained_limit=limit, past_horizon=past_horizon, name=manifest["algorithm"], checkpoint=str(folder))
+    return Policy(
+        algorithm, trained_limit=limit, past_horizon=past_horizon, name=manifest["algorithm"], checkpoint=str(folder)
+    )

@@ -15,8 +15,9 @@ from qpt.data.sampling import Sampler
 class Stepper:
     """Calls `algorithm.update(sampler.sample())`; on CUDA the same as one captured graph, after a few plain steps.
 
-    The captured step computes what the plain one does: every draw comes from generators that the graph knows, every scalar that
-    changes (learning rate, step count) lives on the device. Where capture is not possible, one warning is given and steps stay plain.
+    The captured step computes what the plain one does: every draw comes from generators that the graph knows, every
+    scalar that changes (learning rate, step count) lives on the device. Where capture is not possible, one warning is
+    given and steps stay plain.
     """
 
     def __init__(self, algorithm: Algorithm, sampler: Sampler, *, fast: bool, compile: bool) -> None:

@@ -131,7 +131,7 @@ class _Session:
         if hasattr(algorithm, "autocast"):
             algorithm.autocast = config.precision == "bf16" or (config.precision == "auto" and on_cuda)
 
-    # -- beginning and going on --------------------------------------------------------------------------------------------
+    # -- beginning and going on ----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         out = self.config.out
@@ -182,7 +182,7 @@ class _Session:
         _rewrite(self.config.out / "metrics.jsonl", kept)
         _write_csv(self.config.out / "metrics.csv", kept)
 
-    # -- the loop ----------------------------------------------------------------------------------------------------------
+    # -- the loop ------------------------------------------------------------------------------------------------------
 
     def run(self) -> Run:
         c = self.config
@@ -279,7 +279,7 @@ class _Session:
         if best_evaluation(self.evaluations) is row and row is not best_before:
             self._save_best()
 
-    # -- checkpoints -------------------------------------------------------------------------------------------------------
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
         self._write(self.config.out / "checkpoints" / f"step-{self.step:09d}")
@@ -335,7 +335,7 @@ def best_evaluation(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     return max(safe, key=reward) if safe else min(rows, key=worst)
 
 
-# -- little tools ----------------------------------------------------------------------------------------------------------
+# -- little tools ------------------------------------------------------------------------------------------------------
 
 
 def _load(config: TrainConfig, task: Task | None) -> Trajectories:

@@ -1,10 +1,10 @@
-"""What every method has in common: the facts of its data, the context it decides from, and the protocol that the loop uses."""
+"""What every method has in common: the facts of its data, the context it decides from, the protocol of the loop."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -35,7 +35,7 @@ class Spec:
     cost_max: float
     mean_return_to_go: float  # mean magnitude over all steps: the scale of the reward critics
     mean_cost_to_go: float
-    augmentation: Augmentation = Augmentation()
+    augmentation: Augmentation = field(default_factory=Augmentation)
     task: str | None = None
     surrogate: bool = False
 
@@ -44,7 +44,8 @@ class Spec:
         horizon = horizon or (task.horizon if task else None) or int(data.lengths.max())
         if data.lengths.max() > horizon:
             raise QptError(
-                f"the longest episode has {data.lengths.max()} steps but the horizon is {horizon}; give a larger --horizon"
+                f"the longest episode has {data.lengths.max()} steps but the horizon is {horizon}; "
+                "give a larger --horizon"
             )
         std = data.observations.std(0, dtype=np.float64)
         pareto = data.pareto_episodes()
@@ -68,8 +69,8 @@ class Spec:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Spec:
-        row = {**row, "augmentation": Augmentation(**row["augmentation"])}
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()})
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
+        return cls(**values | {"augmentation": Augmentation(**row["augmentation"])})
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -177,7 +178,7 @@ def config_from(config_class: type, values: dict[str, Any]) -> Any:
     return config_class(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 
-# -- little tools ----------------------------------------------------------------------------------------------------------
+# -- little tools ------------------------------------------------------------------------------------------------------
 
 
 def adam(
@@ -215,10 +216,10 @@ def descend(
     return norms
 
 
-def soft_update(target: list[nn.Parameter], online: list[nn.Parameter], rate: float) -> None:
+def soft_update(target: Sequence[Tensor], online: Sequence[Tensor], rate: float) -> None:
     """target <- target + rate * (online - target), in one fused call."""
     with torch.no_grad():
-        torch._foreach_lerp_(target, online, rate)  # type: ignore[attr-defined]
+        torch._foreach_lerp_(list(target), list(online), rate)
 
 
 def frozen_copy(module: nn.Module) -> Any:

@@ -1,4 +1,4 @@
-"""QPT's inference: candidate targets, their actions in one pass, and the critics' choice among those that fit the budget."""
+"""QPT's inference: candidate targets, their actions in one pass, and the critics' choice among what fits the budget."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ def decide(method: QPT, context: Context) -> Decision:
 
 
 def shifts(method: QPT, context: Context, count: int) -> tuple[Tensor, Tensor]:
-    """What each candidate adds to the return-to-go and the cost-to-go; the first candidate adds nothing. [n, m] each."""
+    """What each candidate adds to the return-to-go and the cost-to-go, [n, m] each; the first adds nothing."""
     c = method.config
     step = context.now(context.steps) if c.noise_mode == "step" else torch.zeros_like(context.last)
-    noise = episode_normal(context.seeds, step, 2 * count).to(context.return_to_go.dtype).unflatten(1, (2, count))
+    noise = episode_normal(context.seeds, step, 2 * count).to(context.return_to_go.dtype)
+    noise = torch.unflatten(noise, 1, (2, count))
     noise[:, :, 0] = 0
     return (
         noise[:, 0] * c.rtg_noise * context.return_target.abs()[:, None],
@@ -44,7 +45,7 @@ def shifts(method: QPT, context: Context, count: int) -> tuple[Tensor, Tensor]:
 
 
 def propose(method: QPT, context: Context, count: int) -> Tensor:
-    """Actions of the candidates: [n, m, A]. All histories agree but for the candidates' shifts, which realised signals never change."""
+    """Actions of the candidates: [n, m, A]. Histories differ by the candidates' shifts alone, never in what happened."""
     c = method.config
     more_return, more_cost = shifts(method, context, count)
     if c.noise_mode == "step":
@@ -64,18 +65,19 @@ def propose(method: QPT, context: Context, count: int) -> Tensor:
         def repeat(x: Tensor) -> Tensor:
             return x.repeat_interleave(count, 0)
 
-        hidden = method.transformer(
+        hidden = method.transformer(  # [n * m, K, 1, D]
             (context.return_to_go[:, None] + more_return[..., None]).flatten(0, 1),
             (context.cost_to_go[:, None] + more_cost[..., None]).flatten(0, 1),
             repeat(context.observations),
             repeat(context.actions),
             repeat(context.steps),
-        )[:, :, 0].unflatten(0, (-1, count))  # [n, m, K, D]
+        )
+        hidden = torch.unflatten(hidden[:, :, 0], 0, (-1, count))  # [n, m, K, D]
         hidden = hidden[torch.arange(len(context.last), device=hidden.device), :, context.last]
     actions = method.squash(method.head(hidden))
     if c.action_noise and count > 1:
         noise = episode_normal(context.seeds, context.now(context.steps), count * actions.shape[-1], stream=1)
-        noise = noise.to(actions.dtype).unflatten(1, actions.shape[1:]).clone()
+        noise = noise.to(actions.dtype).reshape(actions.shape).clone()
         noise[:, 0] = 0
         actions = actions + c.action_noise * noise
     return actions.clamp(-1, 1)
@@ -113,7 +115,8 @@ def choose(method: QPT, context: Context, reward_q: Tensor, cost_q: Tensor) -> t
             feasible = torch.ones_like(feasible)
         value = reward_q
     if c.selection == "shield":  # the first candidate is the policy's own choice: keep it where it fits
-        value = torch.where(feasible[:, :1], -torch.arange(value.shape[1], device=value.device, dtype=value.dtype), value)
+        order = torch.arange(value.shape[1], device=value.device, dtype=value.dtype)
+        value = torch.where(feasible[:, :1], -order, value)
     infeasible = ~feasible.any(1)
     fallback = {"least-cost": -cost_q, "ignore": reward_q, "tradeoff": balance}[c.fallback]
     value = torch.where(infeasible[:, None], fallback, value.masked_fill(~feasible, float("-inf")))

@@ -11,11 +11,11 @@ def n_step_targets(
 ) -> tuple[Tensor, Tensor]:
     """Targets y and their validity for every position of right-padded windows.
 
-    y_p = Σ_{p <= j < q} γ^{j-p} signal_j + γ^{q-p} bootstrap_q, with q = p + n, cut at the window's last valid step (its own
-    signal is then not used, as nothing follows it to bootstrap from). Where the last valid step ended the episode (`ended`),
-    the sum runs through it and nothing is bootstrapped, so that terminal rewards and costs are learned.
+    y_p = Σ_{p <= j < q} γ^{j-p} signal_j + γ^{q-p} bootstrap_q, with q = p + n, cut at the window's last valid step
+    (its own signal is then not used, as nothing follows it to bootstrap from). Where the last valid step ended the
+    episode (`ended`), the sum runs through it and nothing is bootstrapped: terminal rewards and costs are learned.
 
-    signal, bootstrap, ended [B, K] (bootstrap_q is the value of step q), mask [B, K] bool -> y [B, K], valid [B, K] bool.
+    signal, bootstrap (value of each step), ended [B, K], mask [B, K] bool -> y [B, K], valid [B, K] bool.
     """
     context = signal.shape[1]
     position = torch.arange(context, device=signal.device)

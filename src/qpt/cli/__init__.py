@@ -51,7 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # a defect of ours: still one sentence, and how to see more
         if debug:
             raise
-        print(f"error: unexpected {type(error).__name__}: {error} (run again with --debug for the traceback)", file=sys.stderr)
+        print(
+            f"error: unexpected {type(error).__name__}: {error} (run again with --debug for the traceback)",
+            file=sys.stderr,
+        )
         return 1
     return int(result or 0)
 

@@ -1,1 +1,1 @@
-"""Networks: the transformer over trajectories, stacked multi-layer perceptrons, and noise that is seeded per episode."""
+"""Networks: the transformer over trajectories, stacked perceptrons, and noise that is seeded per episode."""

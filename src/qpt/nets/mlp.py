@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -24,7 +25,7 @@ class StackedMLP(nn.Module):
         self.members, self.activation = members, ACTIVATIONS[activation]
         self.weights = nn.ParameterList()
         self.biases = nn.ParameterList()
-        for inputs, outputs in zip(sizes[:-1], sizes[1:], strict=True):
+        for inputs, outputs in itertools.pairwise(sizes):
             bound = 1 / math.sqrt(inputs)  # torch.nn.Linear's own initialisation
             self.weights.append(nn.Parameter(torch.empty(members, inputs, outputs).uniform_(-bound, bound)))
             self.biases.append(nn.Parameter(torch.empty(members, 1, outputs).uniform_(-bound, bound)))

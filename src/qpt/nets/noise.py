@@ -1,4 +1,4 @@
-"""Noise that depends on the episode's seed and step alone, so that a decision does not depend on what else is in the batch."""
+"""Noise that depends on the episode's seed and step alone: a decision does not depend on the rest of the batch."""
 
 from __future__ import annotations
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 TOKENS = 4  # a step is return-to-go, cost-to-go, state, action
 STATE, ACTION = 2, 3  # places of the state and of the action token in a step
 
 
 class Block(nn.Module):
-    """Pre-norm attention and perceptron. Queries may be fewer than keys: the last block needs only the tokens it is read at."""
+    """Pre-norm attention and perceptron; the last block computes only the tokens that it is read at."""
 
     def __init__(self, width: int, heads: int, dropout: float, attention_dropout: float) -> None:
         super().__init__()
@@ -29,59 +31,65 @@ class Block(nn.Module):
         h = self.norm1(x)
         if kinds is None:
             q, k, v = self._split(self.qkv(h)).unbind(2)
-            attended = self._attend(q, k, v, None)
-            x = x + attended
-        else:
-            width = x.shape[-1]
-            steps = h.unflatten(1, (-1, TOKENS))
-            chosen = torch.cat([steps[:, :, kind : kind + 1] for kind in kinds], 2).flatten(1, 2)
-            q = self._heads(F.linear(chosen, self.qkv.weight[:width], self.qkv.bias[:width]))
-            k, v = self._split(F.linear(h, self.qkv.weight[width:], self.qkv.bias[width:])).unbind(2)
-            attended = self._attend(q, k, v, mask)
-            residual = x.unflatten(1, (-1, TOKENS))
-            x = torch.cat([residual[:, :, kind : kind + 1] for kind in kinds], 2).flatten(1, 2) + attended
-        return x + self.mlp(self.norm2(x))
+            return self._mix(x + self._attend(q, k, v, None))
+        width = x.shape[-1]
+        q = self._heads(F.linear(_pick(h, kinds), self.qkv.weight[:width], self.qkv.bias[:width]))
+        k, v = self._split(F.linear(h, self.qkv.weight[width:], self.qkv.bias[width:])).unbind(2)
+        return self._mix(_pick(x, kinds) + self._attend(q, k, v, mask))
+
+    def _mix(self, x: Tensor) -> Tensor:
+        """The perceptron's half of the block."""
+        mixed: Tensor = x + self.mlp(self.norm2(x))
+        return mixed
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, H, L, d]
+        return torch.unflatten(x, -1, (self.heads, -1)).transpose(1, 2)  # [B, H, L, d]
 
     def _split(self, x: Tensor) -> Tensor:
         parts = x.shape[-1] // self.project.in_features
-        return x.unflatten(-1, (parts, self.heads, -1)).permute(0, 3, 2, 1, 4)  # [B, H, parts, L, d]
+        return torch.unflatten(x, -1, (parts, self.heads, -1)).permute(0, 3, 2, 1, 4)  # [B, H, parts, L, d]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         rate = self.attention_dropout if self.training else 0.0
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate, is_causal=mask is None)
-        return self.dropout(self.project(out.transpose(1, 2).flatten(2)))
+        return self._merge(out)
 
-    # -- one step for many candidates that share their history ------------------------------------------------------------
+    def _merge(self, out: Tensor) -> Tensor:
+        """Bring the heads together: [B, H, L, d] -> [B, L, D]."""
+        merged: Tensor = self.dropout(self.project(out.transpose(1, 2).flatten(2)))
+        return merged
+
+    # -- one step for many candidates that share their history ---------------------------------------------------------
 
     def prefix(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The block on the shared history, and the keys and values that the candidates attend to."""
         q, k, v = self._split(self.qkv(self.norm1(x))).unbind(2)
-        x = x + self._attend(q, k, v, None)
-        return x + self.mlp(self.norm2(x)), k, v
+        return self._mix(x + self._attend(q, k, v, None)), k, v
 
     def suffix(self, x: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, candidates: int) -> Tensor:
-        """Tokens of the current step [B, m * J, D] attend to the shared keys [B, H, P, d] and causally to their own candidate's."""
+        """Tokens of the current step [B, m * J, D] attend to the shared keys [B, H, P, d], and causally to their own."""
         own = x.shape[1] // candidates
         q, k2, v2 = self._split(self.qkv(self.norm1(x))).unbind(2)  # [B, H, m * J, d]
         scale = q.shape[-1] ** -0.5
-        shared = (q @ k.transpose(-1, -2) * scale).masked_fill(
-            ~key_mask[:, None, None], float("-inf")
-        )  # [B, H, m * J, P]
-        q, k2, v2 = (t.unflatten(2, (candidates, own)) for t in (q, k2, v2))
+        shared = q @ k.transpose(-1, -2) * scale  # [B, H, m * J, P]
+        shared = shared.masked_fill(~key_mask[:, None, None], float("-inf"))
+        q, k2, v2 = (torch.unflatten(t, 2, (candidates, own)) for t in (q, k2, v2))
         later = torch.ones(own, own, dtype=torch.bool, device=x.device).triu(1)
         local = (q @ k2.transpose(-1, -2) * scale).masked_fill(later, float("-inf"))  # [B, H, m, J, J]
-        weights = torch.cat([shared.unflatten(2, (candidates, own)), local], -1).softmax(-1)
+        weights = torch.cat([torch.unflatten(shared, 2, (candidates, own)), local], -1).softmax(-1)
         past = shared.shape[-1]
         out = (weights[..., :past].flatten(2, 3) @ v) + (weights[..., past:] @ v2).flatten(2, 3)
-        x = x + self.dropout(self.project(out.transpose(1, 2).flatten(2)))
-        return x + self.mlp(self.norm2(x))
+        return self._mix(x + self._merge(out))
+
+
+def _pick(x: Tensor, kinds: tuple[int, ...]) -> Tensor:
+    """The tokens of the given kinds of each step: [B, 4K, D] -> [B, K * len(kinds), D]."""
+    steps = torch.unflatten(x, 1, (-1, TOKENS))
+    return torch.cat([steps[:, :, kind : kind + 1] for kind in kinds], 2).flatten(1, 2)
 
 
 class TrajectoryTransformer(nn.Module):
-    """Hidden states of a window. Windows are right-padded, so the causal mask alone keeps padding out of valid tokens."""
+    """Hidden states of right-padded windows: the causal mask alone keeps the padding out of valid tokens."""
 
     mean: Tensor
     std: Tensor
@@ -105,24 +113,16 @@ class TrajectoryTransformer(nn.Module):
         cost_offset: float,
     ) -> None:
         super().__init__()
-        self.context, self.return_scale, self.cost_scale, self.cost_offset = (
-            context,
-            return_scale,
-            cost_scale,
-            cost_offset,
-        )
+        self.context, self.return_scale = context, return_scale
+        self.cost_scale, self.cost_offset = cost_scale, cost_offset
         self.register_buffer("mean", observation_mean.clone())
         self.register_buffer("std", observation_std.clone())
         causal = torch.ones(context * TOKENS, context * TOKENS, dtype=torch.bool).tril()
         self.register_buffer("causal", causal, persistent=False)
         self.embed_return, self.embed_cost = nn.Linear(1, width), nn.Linear(1, width)
-        self.embed_observation, self.embed_action = (
-            nn.Linear(len(observation_mean), width),
-            nn.Linear(action_dim, width),
-        )
-        self.embed_step = nn.Embedding(
-            horizon + context, width
-        )  # absolute step; padded steps beyond the horizon need a row too
+        self.embed_observation = nn.Linear(len(observation_mean), width)
+        self.embed_action = nn.Linear(action_dim, width)
+        self.embed_step = nn.Embedding(horizon + context, width)  # padded steps beyond the horizon need a row too
         self.norm_in, self.norm_out, self.dropout = nn.LayerNorm(width), nn.LayerNorm(width), nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(width, heads, dropout, attention_dropout) for _ in range(layers))
         for module in self.modules():
@@ -146,11 +146,11 @@ class TrajectoryTransformer(nn.Module):
         for block in self.blocks[:-1]:
             x = block(x)
         x = self.blocks[-1](x, kinds, self._visible(observations.shape[1], kinds))
-        return self.norm_out(x).unflatten(1, (-1, len(kinds)))  # type: ignore[no-any-return]
+        return torch.unflatten(self.norm_out(x), 1, (-1, len(kinds)))
 
     def _visible(self, context: int, kinds: tuple[int, ...]) -> Tensor:
         """Which of the 4K keys each read token may attend to: [K * len(kinds), 4K]."""
-        rows = self.causal[: context * TOKENS, : context * TOKENS].unflatten(0, (context, TOKENS))
+        rows = torch.unflatten(self.causal[: context * TOKENS, : context * TOKENS], 0, (context, TOKENS))
         return torch.cat([rows[:, kind : kind + 1] for kind in kinds], 1).flatten(0, 1)
 
     def _embed(
@@ -162,7 +162,8 @@ class TrajectoryTransformer(nn.Module):
             self.embed_observation((observations - self.mean) / self.std),
             self.embed_action(actions),
         ]
-        return torch.stack(tokens, -2) + self.embed_step(steps)[..., None, :]  # [..., 4, D]
+        embedded: Tensor = torch.stack(tokens, -2) + self.embed_step(steps)[..., None, :]  # [..., 4, D]
+        return embedded
 
     def candidates(
         self,
@@ -175,7 +176,7 @@ class TrajectoryTransformer(nn.Module):
         return_candidates: Tensor,  # [B, m] return-to-go of the current step, one a candidate
         cost_candidates: Tensor,  # [B, m]
     ) -> Tensor:
-        """Hidden state of the current step for m candidates whose histories agree: [B, m, D]. The history is computed once."""
+        """Hidden state of the current step for m candidates: [B, m, D]. Their common history is computed once."""
         rows, m = torch.arange(len(last), device=last.device), return_candidates.shape[1]
         current = self._embed(
             return_candidates,
@@ -185,13 +186,12 @@ class TrajectoryTransformer(nn.Module):
             steps[rows, last][:, None].expand(-1, m),
         )[:, :, :ACTION]  # the current action is not known yet: [B, m, 3, D]
         y = self.dropout(self.norm_in(current)).flatten(1, 2)
-        x = self.dropout(
-            self.norm_in(self._embed(return_to_go, cost_to_go, observations, actions, steps).flatten(1, 2))
-        )
-        key_mask = (
-            torch.arange(x.shape[1], device=x.device) < (last * TOKENS)[:, None]
-        )  # [B, 4K]: strictly earlier steps
-        for block in self.blocks:
+        past = self._embed(return_to_go, cost_to_go, observations, actions, steps).flatten(1, 2)
+        x = self.dropout(self.norm_in(past))
+        earlier = torch.arange(x.shape[1], device=x.device) < (last * TOKENS)[:, None]  # [B, 4K]
+        for module in self.blocks:
+            block = cast(Block, module)
             x, k, v = block.prefix(x)
-            y = block.suffix(y, k, v, key_mask, m)
-        return self.norm_out(y.unflatten(1, (m, ACTION))[:, :, STATE])  # type: ignore[no-any-return]
+            y = block.suffix(y, k, v, earlier, m)
+        hidden: Tensor = self.norm_out(torch.unflatten(y, 1, (m, ACTION))[:, :, STATE])
+        return hidden

@@ -1,0 +1,205 @@
+"""The config of QPT: every open choice of the paper, and what goes beyond it, is a field."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from qpt.data.sampling import Weighting
+from qpt.errors import QptError
+
+Reduction = Literal["min", "max", "mean"]
+
+
+@dataclass(frozen=True)
+class QPTConfig:
+    """Every choice of QPT; the defaults are what measured best on the data sets of docs/results.md."""
+
+    # -- size of the run
+    steps: int = 30_000
+    """Gradient steps."""
+    batch_size: int = 256
+    """Windows a step."""
+
+    # -- the transformer
+    context: int = 10
+    """Steps of history, K."""
+    width: int = 128
+    """Embedding size."""
+    layers: int = 3
+    """Blocks."""
+    heads: int = 8
+    """Attention heads."""
+    dropout: float = 0.1
+    """Dropout after embeddings and residual branches."""
+    attention_dropout: float = 0.1
+    """Dropout of attention weights."""
+    return_scale: float | None = None
+    """Factor of the return-to-go token; None: 10 / the largest return magnitude of the data."""
+    cost_scale: float | None = None
+    """Factor of the cost-to-go token; None: 10 / the largest episode cost of the data."""
+    cost_offset: float = 0.0
+    """The token is offset - scaled cost-to-go (CDT uses 50 with a scale of 1)."""
+    head: Literal["tanh", "linear"] = "tanh"
+    """Action head; "linear" is clamped to [-1, 1] when acting."""
+
+    # -- data
+    augmentation: bool = True
+    """Relabel episodes with infeasible targets (switch 1 of the paper's ablation)."""
+    augmentation_rule: Literal["paper", "osrl"] = "paper"
+    """Algorithm 2 of the paper, or CDT's code."""
+    augmentation_fraction: float = 0.2
+    """Relabelled episodes, as a share of the logged ones."""
+    weighting: Weighting = "uniform"
+    """How episodes are drawn; "low-cost" is CDT's and never sees those above the ceiling."""
+    cost_ceiling: float = 70.0
+    """Ceiling of low-cost weighting."""
+
+    # -- critics
+    critic_width: int = 256
+    """Width of the critics' three hidden layers."""
+    discount: float = 1.0
+    """Discount of the reward critics (paper's predecessor: 0.99)."""
+    cost_discount: float = 1.0
+    """Discount of the cost critics; 1 with time critics makes Q^c comparable with the undiscounted cost-to-go."""
+    n_step: int | None = None
+    """Steps until a target bootstraps; None: to the end of the window, as in the paper."""
+    bootstrap: Literal["policy", "expectile"] = "expectile"
+    """Value at the end of the n steps: of the target policy's action (paper), or an expectile over logged actions."""
+    reward_expectile: float = 0.9
+    """Expectile of the reward value (bootstrap "expectile"): above 0.5 leans towards the best logged actions."""
+    cost_expectile: float = 0.1
+    """Expectile of the cost value: below 0.5 leans to the least-cost continuation, which has a meaning at every limit."""
+    budget_critics: bool = True
+    """Reward critics know the remaining budget, drawn at random in training, and value only continuations whose least
+    cost (by the cost critics) fits it; needs bootstrap "expectile"."""
+    budget_margin: float = 0.5
+    """Cost by which a continuation may exceed the budget and still count as fitting: the critics are not exact."""
+    time_critics: bool = True
+    """Critics know the step, and a timeout ends the episode for them: values of the episode, not of an endless task."""
+    cost_reduction: Reduction = "mean"
+    """Over the twin cost critics, in targets and in the test (paper: min)."""
+    reward_scale: float | None = None
+    """Factor of rewards in the critics; None: 10 / the mean return-to-go of the data."""
+    critic_cost_scale: float | None = None
+    """Factor of costs in the critics; None: 10 / the mean cost-to-go of the data."""
+    clamp_cost: bool = False
+    """Keep bootstrapped costs at or above 0."""
+
+    # -- the objective
+    train_with_reward_critic: bool = True
+    """Use the reward term (switch 2 of the ablation)."""
+    train_with_cost_critic: bool = True
+    """Use the cost term (switch 3)."""
+    eta_reward: float = 0.1
+    """η1, weight of the reward term."""
+    eta_cost: float = 0.1
+    """η2, weight of the cost term."""
+    cost_term: Literal["all", "excess"] = "excess"
+    """Penalise the whole Q^c (paper), or only what exceeds the remaining budget."""
+    normalizer: Literal["batch", "data"] = "data"
+    """Scale of a term: the batch mean of |Q| on logged actions (paper), or a constant of the data, which does not
+    shrink as the policy gets safer."""
+    normalizer_floor: float = 0.01
+    """Smallest batch normaliser, for data in which costs are almost never seen."""
+
+    # -- optimisation
+    lr: float = 3e-4
+    """Learning rate of the policy."""
+    critic_lr: float = 3e-4
+    """Learning rate of the critics."""
+    weight_decay: float = 1e-4
+    """Decoupled weight decay of the policy."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Adam's betas."""
+    warmup: int = 500
+    """Steps of linear warm-up of the policy's learning rate."""
+    clip: float = 0.25
+    """Gradient-norm clip of the policy."""
+    critic_clip: float = 10.0
+    """Gradient-norm clip of each kind of critic (paper: 0.25)."""
+    ema: float = 0.995
+    """ρ of the target policy: what it keeps at every step."""
+    critic_ema: float = 0.99
+    """ρ of the target critics (paper: that of the policy)."""
+
+    # -- candidates and the test, at deployment
+    inference_with_candidates: bool = True
+    """Choose among candidates by the critics (switch 4 of the ablation)."""
+    candidates: int = 50
+    """Target pairs tried in one pass."""
+    rtg_noise: float = 0.05
+    """Spread of the candidates' return targets, relative to the target."""
+    ctg_noise: float = 0.1
+    """Spread of the candidates' cost-to-go, relative to the limit (paper: 0; measured in docs/results.md)."""
+    action_noise: float = 0.0
+    """Spread of noise added to the candidates' actions."""
+    noise_mode: Literal["episode", "step"] = "episode"
+    """Noise drawn once an episode (paper), or anew on the last token of each step (one shared history, faster)."""
+    cost_test: Literal["literal", "horizon", "none"] = "literal"
+    """Feasible: Q^c <= cost-to-go (paper), <= the cost-to-go spent evenly and discounted, or everything."""
+    test_offset: float = 0.0
+    """Added to Q^c in the test (see `qpt calibrate`)."""
+    fallback: Literal["least-cost", "ignore", "tradeoff"] = "least-cost"
+    """When no candidate is feasible: the least Q^c, the largest Q^r, or the trade-off."""
+    selection: Literal["constrained", "tradeoff", "shield"] = "shield"
+    """Best feasible candidate (paper); argmax Q^r - λ Q^c; or the un-noised candidate unless it fails the test, then
+    the best feasible one (measured in docs/results.md)."""
+    tradeoff: float = 1.0
+    """λ of the trade-off, in reward per cost as the data scale them."""
+    choice: Literal["argmax", "softmax"] = "argmax"
+    """Take the best score, or draw by softmax over feasible ones."""
+    target_factor: float = 1.0
+    """Return target as a multiple of the best safe logged return."""
+    reward_reduction: Reduction = "min"
+    """Over the twin reward critics, in targets and scores."""
+
+    @classmethod
+    def preset(cls, name: str) -> QPTConfig:
+        """The default, "transformer" (no critics), or "paper": to the letter, with its table and CDT's open choices."""
+        if name == "default":
+            return cls()
+        if name == "transformer":  # the plain conditional transformer with augmentation: switches 2 to 4 off
+            return replace(
+                cls(), train_with_reward_critic=False, train_with_cost_critic=False, inference_with_candidates=False
+            )
+        if name == "paper":
+            return replace(
+                cls(),
+                steps=100_000,
+                batch_size=2048,
+                return_scale=0.1,
+                cost_scale=1.0,
+                cost_offset=50.0,
+                weighting="low-cost",
+                discount=0.99,
+                cost_discount=0.99,
+                n_step=None,
+                bootstrap="policy",
+                budget_critics=False,
+                time_critics=False,
+                cost_reduction="min",
+                reward_reduction="min",
+                reward_scale=0.1,
+                critic_cost_scale=1.0,
+                critic_clip=0.25,
+                critic_ema=0.995,
+                clamp_cost=False,
+                eta_reward=0.1,
+                eta_cost=0.1,
+                cost_term="all",
+                normalizer="batch",
+                lr=1e-4,
+                critic_lr=1e-4,
+                inference_with_candidates=True,
+                candidates=50,
+                rtg_noise=0.05,
+                ctg_noise=0.0,
+                action_noise=0.0,
+                noise_mode="episode",
+                cost_test="literal",
+                fallback="least-cost",
+                selection="constrained",
+                choice="argmax",
+            )
+        raise QptError(f"QPT has no preset {name!r}; choose default, paper or transformer")
