@@ -129,6 +129,30 @@ def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -
     assert f"Example: qpt data {command} " in capsys.readouterr().out
 
 
+def test_help_speaks_of_what_is_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names and not types for what stands without a flag; no None to type, no --no-x beside --x."""
+    for command, usage in (("info", "SOURCE"), ("convert", "SOURCE TARGET"), ("validate", "FILE ...")):
+        with pytest.raises(SystemExit):
+            main(["data", command, "--help"])
+        text = capsys.readouterr().out
+        assert usage in text.splitlines()[0]
+        assert "{None}" not in text
+        assert "--no-" not in text
+
+
+def test_augment_reads_the_same_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Costs of another name and wide actions, as `info` takes them."""
+    names = ("observations", "actions", "rewards", "terminals")
+    data = Trajectories.from_arrays(
+        np.eye(9), np.full((9, 1), 2.0), np.arange(9.0), np.arange(9.0), np.ones(9), action_bound=None
+    )
+    np.savez(tmp_path / "a.npz", penalty=data.costs, **{name: getattr(data, name) for name in names})
+    options = ["--cost-key", "penalty", "--action-bound", "2"]
+    assert main(["data", "info", str(tmp_path / "a.npz"), *options]) == 0
+    assert main(["data", "augment", str(tmp_path / "a.npz"), *options]) == 0
+    assert "relabelled episodes" in capsys.readouterr().out
+
+
 def test_wrong_usage_exits_with_2() -> None:
     with pytest.raises(SystemExit) as stop:
         main(["data", "info"])

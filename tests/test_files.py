@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import qpt
+from helpers import tiny_data
 from qpt.data import load_dataset
 from qpt.data.checks import default_max_bytes
 from qpt.data.files import read, write
@@ -297,12 +298,19 @@ def test_names_that_cannot_be_written(tmp_path: Path) -> None:
     data = Trajectories.from_arrays(**arrays())
     with pytest.raises(QptError, match=r"ends in .hdf5 or .npz"):
         write(data, tmp_path / "a.csv")
-    with pytest.raises(QptError, match="cannot be written: No such file or directory; nothing was written"):
-        write(data, tmp_path / "nowhere" / "a.hdf5")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(QptError, match=r"cannot be written: .*; nothing was written, name another place"):
+        write(data, tmp_path / "file" / "a.hdf5")
+    (tmp_path / "file").unlink()
     (tmp_path / "folder.hdf5").mkdir()
     with pytest.raises(QptError, match="cannot be written"):
         write(data, tmp_path / "folder.hdf5")
     assert [p.name for p in tmp_path.iterdir()] == ["folder.hdf5"]
+
+
+def test_folders_on_the_way_are_made(tmp_path: Path) -> None:
+    data = Trajectories.from_arrays(**arrays())
+    assert same(read(write(data, tmp_path / "new" / "er" / "a.npz")), data)
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
@@ -364,11 +372,11 @@ def test_embedded() -> None:
     data = qpt.load_dataset("embedded:ballcircle")
     task = get_task("BallCircle")
     assert (data.observation_dim, data.action_dim) == (task.observation_dim, task.action_dim)
-    assert len(data) == 300
+    assert len(data) == 500
     assert set(data.lengths) == {task.horizon}
     assert data.is_surrogate
     assert "surrogate" in data.info["note"]
-    assert "farthest" in data.info["selection"]
+    assert data.info["command"].startswith("qpt collect --task BallCircle")
     # It covers the plane: episodes in nearly every cell that can have any.
     cells = set(zip((data.episode_costs // 10).astype(int), (data.returns // 100).astype(int), strict=True))
     assert len(cells) > 55
@@ -397,7 +405,7 @@ def test_sources_that_are_nothing(tmp_path: Path) -> None:
         load_dataset(tmp_path / "a.hdf5")
     with pytest.raises(QptError, match=r"there is no file nowhere\.hdf5"):
         load_dataset("nowhere.hdf5")
-    with pytest.raises(QptError, match="did you mean 'BallCircle'"):
+    with pytest.raises(QptError, match="there is no file and no task 'BalCircle'; did you mean 'BallCircle'"):
         load_dataset("BalCircle")
     with pytest.raises(QptError, match="not a Minari data set"):
         load_dataset(tmp_path)
@@ -425,6 +433,48 @@ def test_the_room_is_cheap() -> None:
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
         == "False"
     )
+
+
+def test_npz_needs_no_h5py(tmp_path: Path) -> None:
+    """Where h5py is not installed, in our process and in the one that looks first, npz serves from file to policy."""
+    (tmp_path / "without").mkdir()
+    (tmp_path / "without" / "h5py.py").write_text("raise ImportError('not here')")
+    write(tiny_data(), tmp_path / "a.npz")
+    write(tiny_data(), tmp_path / "a.hdf5")
+    code = """
+import sys
+from pathlib import Path
+import qpt
+from qpt.algorithms.bc import BCConfig
+from qpt.errors import QptError
+from qpt.training import TrainConfig
+try:
+    import h5py
+except ImportError:
+    data = qpt.load_dataset("a.npz")
+    qpt.data.write(data, "b.npz")
+    small = BCConfig(steps=2, batch_size=4, width=8)
+    run = qpt.train(TrainConfig(algorithm="bc-safe", config=small, out=Path("run"), device="cpu"), data)
+    qpt.load_policy(run.folder)
+    for attempt in (lambda: qpt.load_dataset("a.hdf5"), lambda: qpt.data.write(data, "b.hdf5")):
+        try:
+            attempt()
+        except QptError as error:
+            print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "without")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    sentences = done.stdout.strip().splitlines()[-2:]
+    assert all("h5py is needed for this" in line and "pip install h5py" in line for line in sentences), done.stdout
+    assert sentences[0].startswith("a.hdf5: ")
+    assert same(read(tmp_path / "b.npz"), tiny_data())
 
 
 # -- files of one's own ------------------------------------------------------------------------------------------------

@@ -44,9 +44,9 @@ def test_cheap_modules_do_not_import_torch(module: str) -> None:
 
 
 def test_data_can_be_read_without_torch() -> None:
-    code = "import sys, qpt; n = len(qpt.load_dataset('embedded:ballcircle')); print(n, 'torch' in sys.modules)"
+    code = "import sys, qpt; print(len(qpt.load_dataset('embedded:ballcircle')) > 99, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "300 False\n"
+    assert done.stdout == "True False\n"
 
 
 def test_versions_agree() -> None:
@@ -89,6 +89,18 @@ def test_no_file_is_unpickled() -> None:
     assert workers <= set(SOURCES)
     for path in set(SOURCES) - workers:
         assert not banned.search(path.read_text("utf-8")), path
+
+
+def test_nothing_depends_on_the_machine_it_was_written_on() -> None:
+    folders = (ROOT / name for name in ("src", "tests", "docs", "benchmarks", "examples"))
+    texts = {".py", ".md", ".toml", ".json", ".cff", ".txt", ".yml"}
+    files = [*ROOT.iterdir(), *(path for folder in folders for path in folder.rglob("*") if "_build" not in path.parts)]
+    checked = [p for p in files if p.is_file() and (p.suffix in texts or p.name in ("Makefile", "run"))]
+    assert len(checked) > 50
+    foreign = re.compile(r"(?<![\w.])/(?:work|root|home|tmp|Users)/|\.\./shared")
+    for path in checked:
+        found = foreign.search(path.read_text("utf-8"))
+        assert found is None, f"{path.name}: {found}"
 
 
 def test_links_between_documents_lead_somewhere() -> None:

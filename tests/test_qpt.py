@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import tiny_data
 
+from helpers import tiny_data
 from qpt.algorithms import candidates
 from qpt.algorithms.base import Context, Spec, discounted_limit
 from qpt.algorithms.qpt import QPT, QPTConfig
 from qpt.data.sampling import WindowBatch
 from qpt.errors import QptError
-from qpt.policy import Policy
 
 SMALL = {
     "width": 16,
@@ -48,7 +47,7 @@ def mlp(stack: Any, member: int, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_paper_critic_loss_equals_its_equation() -> None:
-    """Σ_m ‖ Σ_j γ^{j-m} r_j + γ^{t-m} min_i Q'_i(s_t, π'(τ)_t) - Q_i(s_m, a_m) ‖², the same for cost, means over valid m."""
+    """Σ_m ‖ Σ_j γ^{j-m} r_j + γ^{t-m} min_i Q'_i(s_t, π'(τ)_t) - Q_i(s_m, a_m) ‖², as for cost; means over valid m."""
     method, batch = make(
         reward_scale=0.1,
         critic_cost_scale=1.0,
@@ -301,11 +300,7 @@ def test_decisions_equal_the_slow_reference(noise_mode: str, extra: dict[str, An
         "cost_discount": 0.97,
         "critic_cost_scale": 1.0,
     }
-    method, _ = (
-        make(**settings, **{"noise_mode": noise_mode} | extra)
-        if not (settings.keys() & extra.keys())
-        else make(**{**settings, **extra, "noise_mode": noise_mode})
-    )
+    method, _ = make(**settings | extra, noise_mode=noise_mode)
     method.eval()
     context = random_context(method, 20)
     with torch.no_grad():
@@ -342,13 +337,48 @@ def test_selection_rules() -> None:
     assert candidates.choose(method, context, reward_q, cost_q)[0].tolist() == [3, 3]
 
 
+def test_the_shield_keeps_the_first_candidate_where_it_passes_the_test() -> None:
+    method, _ = make(candidates=4, selection="shield", cost_test="literal", budget_critics=False)
+    context = random_context(method, 6)
+    budget = context.now(context.cost_to_go)
+    beyond = [
+        [-1.0, -2.0, -3.0, -4.0],  # all pass: the first, though it has neither the most reward nor the least cost
+        [0.0, 1.0, -2.0, 2.0],  # exactly at the budget is within it
+        [0.5, -1.0, -3.0, 2.0],  # the first fails: the best of those that pass
+        [0.5, 2.0, 1.0, -0.1],  # only the last passes
+        [2.0, 3.0, 1.0, 4.0],  # none passes: the least cost
+        [0.5, 3.0, 1.0, 4.0],  # the same, and the first has it
+    ]
+    cost_q = budget[:, None] + torch.tensor(beyond).double()
+    reward_q = torch.tensor([[5.0, 9.0, 7.0, 6.0]] * 6).double()
+    chosen, infeasible = candidates.choose(method, context, reward_q, cost_q)
+    assert chosen.tolist() == [0, 0, 1, 3, 2, 0]
+    assert infeasible.tolist() == [False, False, False, False, True, True]
+    method.config = replace(method.config, selection="constrained")  # the same scores, chosen by reward
+    assert candidates.choose(method, context, reward_q, cost_q)[0].tolist() == [1, 2, 1, 3, 2, 0]
+
+
 def test_horizon_budget_is_an_even_discounted_spend() -> None:
     expected = sum(0.99**i * 10 / 200 for i in range(200))
     assert discounted_limit(10.0, 200, 0.99) == pytest.approx(expected)
     assert discounted_limit(10.0, 200, 1.0) == 10.0
 
 
-# -- presets and the deployed policy -----------------------------------------------------------------------------------
+# -- presets -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bootstrap": "policy"}, "budget critics need"),
+        ({"width": 30, "heads": 4}, "multiple of the heads"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"discount": 1.5}, "discounts lie above 0"),
+    ],
+)
+def test_impossible_configs_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(QptError, match=message):
+        replace(QPTConfig(), **changes)
 
 
 def test_paper_preset_is_the_papers_table() -> None:
@@ -379,103 +409,3 @@ def test_paper_preset_is_the_papers_table() -> None:
     )
     with pytest.raises(QptError, match="no preset"):
         QPTConfig.preset("papre")
-
-
-def policy_of(method: QPT, n: int, limits: Any = 10.0) -> Policy:
-    policy = Policy(method.eval(), dtype=torch.float64)
-    policy.reset(n, cost_limits=np.broadcast_to(limits, n), seeds=np.arange(n))
-    return policy
-
-
-def test_policy_tokens_are_targets_minus_what_was_realised() -> None:
-    method, _ = make(candidates=1, inference_with_candidates=False)
-    seen: list[Context] = []
-    method.act = lambda c: (seen.append(c), candidates.decide(method, c))[1]  # type: ignore[method-assign]
-    policy = policy_of(method, 2, [4.0, 9.0])
-    rng = np.random.default_rng(0)
-    observations, actions, rewards, costs = [], [], [], []
-    for t in range(8):
-        o = rng.normal(size=(2, 3))
-        a = policy.act(o)
-        observations.append(o), actions.append(a), rewards.append(rng.random(2)), costs.append(rng.integers(0, 2, 2))
-        c = seen[-1]
-        window = range(max(0, t - 4), t + 1)
-        for row in range(2):
-            for place, step in enumerate(window):
-                earned, spent = sum(r[row] for r in rewards[:step]), sum(k[row] for k in costs[:step])
-                assert c.return_to_go[row, place].item() == pytest.approx(policy.return_targets[row] - earned)
-                assert c.cost_to_go[row, place].item() == pytest.approx([4.0, 9.0][row] - spent)
-                assert int(c.steps[row, place]) == step
-                np.testing.assert_allclose(c.observations[row, place], observations[step][row])
-                if step < t:
-                    np.testing.assert_allclose(c.actions[row, place], actions[step][row], atol=1e-6)
-            assert int(c.last[row]) == len(window) - 1
-        policy.observe(rewards[-1], costs[-1])
-
-
-def test_episodes_side_by_side_equal_episodes_alone() -> None:
-    method, _ = make(candidates=5, rtg_noise=0.4)
-    rng = np.random.default_rng(1)
-    together = policy_of(method, 3, [2.0, 5.0, 9.0])
-    alone = [policy_of(method, 1, x) for x in (2.0, 5.0, 9.0)]
-    for i, p in enumerate(alone):
-        p.restart([0], seeds=[i])
-    for t in range(12):
-        o, r, k = rng.normal(size=(3, 3)), rng.random(3), rng.integers(0, 2, 3)
-        active = np.array([True, t % 3 != 0, t > 4])
-        a = together.act(o, active)
-        together.observe(r, k)
-        for row in np.flatnonzero(active):
-            b = alone[row].act(o[row : row + 1])
-            alone[row].observe(r[row : row + 1], k[row : row + 1])
-            np.testing.assert_allclose(a[row], b[0], atol=1e-7)
-        assert (a[~active] == 0).all()
-        if t == 7:
-            together.restart([0])
-            alone[0].restart([0])
-
-
-def test_a_new_limit_changes_the_next_decision_and_its_targets() -> None:
-    method, _ = make(candidates=1)
-    policy, same = policy_of(method, 1, 3.0), policy_of(method, 1, 3.0)
-    o = np.ones((1, 3))
-    for p in (policy, same):
-        p.act(o)
-        p.observe([1.0], [2.0])
-    policy.set_cost_limit(12.0)
-    assert policy.return_targets[0] == method.spec.suggest_return(12.0) * method.config.target_factor
-    assert not np.allclose(policy.act(o), same.act(o))
-    fixed = Policy(method.eval(), dtype=torch.float64)
-    fixed.reset(1, cost_limits=3.0, return_targets=[7.0])
-    fixed.set_cost_limit(12.0)
-    assert fixed.return_targets[0] == 7.0
-
-
-def test_policy_refuses_misuse_in_a_sentence() -> None:
-    method, _ = make(candidates=1)
-    policy = Policy(method.eval(), dtype=torch.float64)
-    with pytest.raises(QptError, match="reset"):
-        policy.act(np.zeros((1, 3)))
-    policy.reset(2, cost_limits=1.0)
-    with pytest.raises(QptError, match="shape"):
-        policy.act(np.zeros((1, 3)))
-    with pytest.raises(QptError, match="NaN"):
-        policy.act(np.full((2, 3), np.nan))
-    with pytest.raises(QptError, match="at least 0"):
-        policy.set_cost_limit(-1.0)
-    policy.act(np.zeros((2, 3)))
-    with pytest.raises(QptError, match="observe"):
-        policy.act(np.zeros((2, 3)))
-    policy.observe([0, 0], [0, 0])
-    with pytest.raises(QptError, match="no decision"):
-        policy.observe([0, 0], [0, 0])
-    for _ in range(method.spec.horizon - 1):
-        policy.act(np.zeros((2, 3)))
-        policy.observe([0, 0], [0, 0])
-    with pytest.raises(QptError, match="past the horizon"):
-        policy.act(np.zeros((2, 3)))
-    clamped = Policy(method.eval(), past_horizon="clamp", dtype=torch.float64)
-    clamped.reset(1, cost_limits=1.0)
-    for _ in range(method.spec.horizon + 3):
-        clamped.act(np.zeros((1, 3)))
-        clamped.observe([0], [0])

@@ -17,8 +17,6 @@ from qpt.data.sampling import (
     Weighting,
     WindowBatch,
     WindowSampler,
-    load_sampler_state,
-    sampler_state,
 )
 from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError
@@ -231,7 +229,7 @@ def same(one: WindowBatch | TransitionBatch, other: WindowBatch | TransitionBatc
 
 
 @pytest.mark.parametrize("kind", ["window", "transition"])
-def test_resumes_bit_for_bit_from_the_generator_state(kind: str) -> None:
+def test_resumes_bit_for_bit_from_its_state(kind: str) -> None:
     data = uneven()
 
     def make(seed: int) -> WindowSampler | TransitionSampler:
@@ -242,12 +240,12 @@ def test_resumes_bit_for_bit_from_the_generator_state(kind: str) -> None:
     first = make(1)
     for _ in range(3):
         first.sample()
-    state = sampler_state(first).clone()
+    state = first.state_dict()
     ahead = [first.sample() for _ in range(4)]
     assert not same(ahead[0], ahead[1])
     other = make(2)
     assert not same(other.sample(), ahead[0])
-    load_sampler_state(other, state)
+    other.load_state_dict(state)
     assert all(same(other.sample(), batch) for batch in ahead)
 
 

@@ -177,6 +177,17 @@ def test_tasks_are_read_from_toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(all_tasks()) == 40
 
 
+@pytest.mark.parametrize("second", ["name = 'BallCircle'", "name = 'First'", "name = ''", "name = 'B'\nhorizon = 0"])
+def test_a_task_file_with_one_defect_registers_nothing(
+    second: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qpt.tasks._registered", {})
+    (tmp_path / "tasks.toml").write_text(f"[[task]]\nname = 'First'\n[[task]]\n{second}\n[[task]]\nname = 'Third'\n")
+    with pytest.raises(QptError):
+        load_tasks(tmp_path / "tasks.toml")
+    assert all_tasks() == dsrl_tasks()
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -189,7 +200,8 @@ def test_tasks_are_read_from_toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("[[task]]\nname = 3", "has no name"),
         ("[[task]]\nname = 'A'\nhorizn = 3", "unknown keys: horizn"),
         ("[[task]]\nname = 'A'\nenv_factory = 'a:b'", "unknown keys: env_factory"),
-        ("[[task]]\nname = 'BallCircle'", "belongs to a DSRL task"),
+        ("[[task]]\nname = 'BallCircle'", "'BallCircle' in .* belongs to a DSRL task"),
+        ("[[task]]\nname = 'A'\n[[task]]\nname = 'A'", "has two tasks 'A'; give each"),
         ("[[task]]\nname = 'A'\nhorizon = 0", "horizon must be a positive whole number, not 0"),
         ("[[task]]\nname = 'A'\nhorizon = true", "horizon must be"),
         ("[[task]]\nname = 'A'\naction_dim = 1.5", "action_dim must be"),

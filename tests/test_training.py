@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import tiny_data
 from safetensors.torch import load_file
 
 import qpt
-from qpt import checkpoint
+from helpers import tiny_data
+from qpt import checkpoint, logs
 from qpt.algorithms.qpt import QPT, QPTConfig
 from qpt.errors import QptError
 from qpt.training import TrainConfig, best_evaluation, train
@@ -84,7 +84,7 @@ def start(out: Path) -> subprocess.Popen[bytes]:
 
 
 def kill_until_done(out: Path, delays: list[float]) -> int:
-    """Kill the run after each delay counted from its first sign of life, then let it end. Returns the number of kills."""
+    """Kill the run after each delay from its first sign of life, then let it end. Returns the number of kills."""
     kills = 0
     for delay in delays:
         process = start(out)
@@ -126,7 +126,7 @@ def test_killed_at_many_moments(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("moment", ["model", "training", "manifest", "rename"])
 def test_a_kill_while_writing_keeps_the_old_checkpoint(tmp_path: Path, moment: str) -> None:
-    """The process dies at a chosen point inside a checkpoint's writing; the resumed run still ends with the same bits."""
+    """The process dies at a chosen point inside a checkpoint's writing; resumed, it still ends with the same bits."""
     data = tiny_data()
     train(config(tmp_path / "whole"), data)
     pid = os.fork()
@@ -278,6 +278,32 @@ def test_loaded_policies_act_like_the_trained_one(tmp_path: Path) -> None:
         b.observe([1, 1], [0, 1])
     with pytest.raises(QptError, match="no such setting"):
         qpt.load_policy(run, candidatse=3)
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(None, 1), (3, 3)])
+def test_one_cpu_thread_unless_more_are_asked_for(tmp_path: Path, threads: int | None, expected: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        train(config(tmp_path / "run", config=replace(TINY, steps=1), threads=threads), tiny_data())
+        assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_logs_leave_out_a_cut_line_and_take_new_columns(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    assert logs.rows(path) == []
+    logs.append(path, {"step": 1})
+    logs.append(path, {"step": 2})
+    with path.open("a") as file:
+        file.write('{"step": 3')
+    assert logs.rows(path) == [{"step": 1}, {"step": 2}]
+    table = tmp_path / "rows.csv"
+    logs.append_csv(table, {"step": 1, "a": 5})
+    logs.append_csv(table, {"step": 2, "a": 6})
+    logs.append_csv(table, {"step": 3, "b": 7})
+    assert table.read_text().split() == ["step,a,b", "1,5,", "2,6,", "3,,7"]
 
 
 def row(step: int, *parts: tuple[float, float]) -> dict[str, Any]:

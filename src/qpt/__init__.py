@@ -19,6 +19,8 @@ _ROOMS = {
     "make_env": "qpt.envs",
     "evaluate": "qpt.evaluation",
     "train": "qpt.training",
+    "TrainConfig": "qpt.training",
+    "QPTConfig": "qpt.algorithms.qpt",
     "load_policy": "qpt.policy",
 }
 

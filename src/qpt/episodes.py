@@ -179,7 +179,7 @@ def provenance() -> dict[str, Any]:
             continue
     try:
         commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
+            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
             capture_output=True,
             text=True,
             timeout=5,

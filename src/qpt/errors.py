@@ -10,11 +10,12 @@ class QptError(Exception):
     """Something the user can mend; the command line prints it as one sentence and exits with 1."""
 
 
-def require(module: str, extra: str) -> ModuleType:
-    """Import an optional dependency, or name the command that installs it."""
+def require(module: str, extra: str | None = None) -> ModuleType:
+    """Import a dependency that not everybody needs, or name the command that installs it (by the extra it is in)."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
+        what = f"'qpt[{extra}]'" if extra else module
         raise QptError(
-            f"{module} is needed for this but cannot be imported ({error}); run: pip install 'qpt[{extra}]'"
+            f"{module} is needed for this but cannot be imported ({error}); run: pip install {what}"
         ) from error

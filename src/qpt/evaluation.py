@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qpt.data.trajectories import Trajectories
+from qpt.envs import one_per_process
 from qpt.envs.vector import IDLE, RESET, STEP, EnvPool, Failure, portable
 from qpt.episodes import Episodes, provenance
 from qpt.errors import QptError
@@ -151,7 +152,7 @@ def evaluate(
     _check(policy, task, episodes, limits, seed, workers, slots)
     total = episodes * len(limits)
     # A fixed number for simulators with one environment a process too, so that results do not depend on the workers.
-    slots = min(total, slots or (8 if task.suite == "metadrive" else 256))
+    slots = min(total, slots or (8 if one_per_process(task) else 256))
     if workers is None:
         workers = min(_cores(), slots) if portable(task) else 0
     began = time.time()
@@ -374,6 +375,12 @@ def _check(
         raise QptError(
             f"the policy takes observations of length {expected}, but the simulator of {task.name} gives {found}; "
             "evaluate it in the simulator that its data come from, or train on data of this one"
+        )
+    longest = getattr(getattr(policy, "spec", None), "horizon", None)
+    if getattr(policy, "past_horizon", None) == "error" and longest and (task.horizon or 0) > longest:
+        raise QptError(
+            f"the policy was trained for episodes of {longest} steps, but {task.name} has {task.horizon}; "
+            "evaluate it in its own task, or load it with load_policy(..., past_horizon='clamp')"
         )
 
 

@@ -88,18 +88,23 @@ _registered: dict[str, Task] = {}
 
 def register_task(task: Task) -> Task:
     """Make a task of one's own known by name, for this process; a name of DSRL's cannot be taken."""
-    if not task.name:
-        raise QptError("a task needs a name")
-    if task.name in dsrl_tasks():
-        raise QptError(f"the name {task.name!r} belongs to a DSRL task; give your task another name")
+    _check_name(task.name)
     _registered[task.name] = task
     return task
+
+
+def _check_name(name: str, where: str = "") -> None:
+    if not name:
+        raise QptError("a task needs a name")
+    if name in dsrl_tasks():
+        raise QptError(f"the name {name!r}{where} belongs to a DSRL task; give your task another name")
 
 
 def load_tasks(path: str | Path) -> list[Task]:
     """Read and register tasks of one's own from a TOML file with one [[task]] table each.
 
-    The keys are the fields of Task; `env = "module:function"` names a factory that makes the environment.
+    The keys are the fields of Task; `env = "module:function"` names a factory that makes the environment. Either all
+    tasks of the file are registered or, where one has a defect, none.
     """
     path = Path(path)
     try:
@@ -110,7 +115,12 @@ def load_tasks(path: str | Path) -> list[Task]:
         raise QptError(f"the task file {path} is not valid TOML: {error}") from error
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise QptError(f"the task file {path} has no [[task]] table; give at least one, with a name")
-    tasks = [_task_from(row, str(path)) for row in rows]  # all are read before any is registered
+    tasks = [_task_from(row, str(path)) for row in rows]  # all are looked at before any is registered
+    names = [task.name for task in tasks]
+    for name in names:
+        _check_name(name, f" in {path}")
+        if names.count(name) > 1:
+            raise QptError(f"the task file {path} has two tasks {name!r}; give each a name of its own")
     return [register_task(task) for task in tasks]
 
 

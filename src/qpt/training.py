@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
-import signal
-import threading
+import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from qpt import checkpoint
+from qpt import checkpoint, logs
 from qpt.algorithms.base import Algorithm, Spec, algorithm_classes
 from qpt.data import load_dataset
 from qpt.data.sampling import Sampler
@@ -76,7 +73,7 @@ class TrainConfig:
     compile: bool | None = None
     """Compile the losses with torch.compile; None: on cuda."""
     threads: int | None = None
-    """CPU threads of torch; None for torch's choice."""
+    """CPU threads of torch. None: 1 on cpu (small networks gain nothing from more, and lose much on a busy machine)."""
     tensorboard: bool = False
     """Also log for TensorBoard."""
     wandb: str | None = None
@@ -103,8 +100,7 @@ def train(config: TrainConfig, data: Trajectories | None = None) -> Run:
     if config.eval_every and (task is None or not task.has_simulator):
         raise QptError("evaluation during training needs a task with a simulator; give --task, or --eval-every 0")
     device = _device(config.device)
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    _prepare(device, config)
     cls, config_class = algorithm_classes(config.algorithm)
     config = replace(config, config=config.config or config_class())
     torch.manual_seed(config.seed)
@@ -160,14 +156,16 @@ class _Session:
         manifest = checkpoint.read_manifest(folder)
         if manifest["data"]["fingerprint"] != self.data.fingerprint:
             raise QptError(
-                f"the run in {self.config.out} began with other data; give the same data, or start a new run with another --out"
+                f"the run in {self.config.out} began with other data; "
+                "give the same data, or start a new run with another --out"
             )
         old, new = dict(manifest["config"]), json.loads(json.dumps(asdict(self.config.config)))
         changed = sorted(k for k in new if k != "steps" and old.get(k) != new[k])
         if manifest["algorithm"] != self.config.algorithm or manifest["seed"] != self.config.seed or changed:
             what = ", ".join(changed) or "its algorithm or seed"
             raise QptError(
-                f"the run in {self.config.out} began with other settings ({what}); resume with the same, or start a new run"
+                f"the run in {self.config.out} began with other settings ({what}); "
+                "resume with the same, or start a new run"
             )
         self.algorithm.load_state_dict(checkpoint.read_tensors(folder, checkpoint.MODEL, manifest))
         generators = checkpoint.restore_training(folder, self.algorithm, manifest)
@@ -176,11 +174,12 @@ class _Session:
         if "generator/cuda" in generators and self.device.type == "cuda":
             torch.cuda.set_rng_state(generators["generator/cuda"].cpu(), self.device)
         self.step = int(manifest["step"])
-        self.evaluations = [row for row in _rows(self.config.out / "evaluations.jsonl") if row["step"] <= self.step]
-        _rewrite(self.config.out / "evaluations.jsonl", self.evaluations)
-        kept = [row for row in _rows(self.config.out / "metrics.jsonl") if row["step"] <= self.step]
-        _rewrite(self.config.out / "metrics.jsonl", kept)
-        _write_csv(self.config.out / "metrics.csv", kept)
+        out = self.config.out
+        self.evaluations = [row for row in logs.rows(out / "evaluations.jsonl") if row["step"] <= self.step]
+        logs.rewrite(out / "evaluations.jsonl", self.evaluations)
+        kept = [row for row in logs.rows(out / "metrics.jsonl") if row["step"] <= self.step]
+        logs.rewrite(out / "metrics.jsonl", kept)
+        logs.rewrite_csv(out / "metrics.csv", kept)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -195,8 +194,8 @@ class _Session:
         )
         interrupted = False
         with (
-            _stop_flag() as stopped,
-            _progress(c.progress, self) as show,
+            logs.stop_flag() as stopped,
+            logs.progress(c.progress, c.algorithm, self.step, self.steps) as show,
             open_trackers(c.out, c.tensorboard, c.wandb) as track,
         ):
             self.algorithm.train()
@@ -208,7 +207,7 @@ class _Session:
                 if self.step % c.log_every == 0 or last or self.step % c.checkpoint_every == 0:
                     rate = (self.step - first) / (time.perf_counter() - began)
                     self._log(metrics, rate, track)
-                    show()
+                    show(self.step, self.metrics)
                 if c.eval_every and (self.step % c.eval_every == 0 or last):
                     self._evaluate(track)
                 if self.step % c.checkpoint_every == 0 or last:
@@ -222,9 +221,8 @@ class _Session:
 
     def _log(self, metrics: dict[str, Tensor], rate: float, track: Callable[[int, dict[str, float]], None]) -> None:
         names = list(metrics)
-        values = torch.stack(
-            [metrics[n].detach().float().reshape(()) for n in names]
-        ).tolist()  # the one wait for the device
+        stacked = torch.stack([metrics[n].detach().float().reshape(()) for n in names])
+        values = stacked.tolist()  # the one wait for the device
         self.metrics = dict(zip(names, values, strict=True))
         for name, value in self.metrics.items():
             if not math.isfinite(value) or abs(value) > DIVERGED:
@@ -234,8 +232,8 @@ class _Session:
                     f"training diverged: {name} is {value:g} at step {self.step}; {where}; lower the learning rate or η"
                 )
         row = {"step": self.step, "steps_per_second": round(rate, 2), **self.metrics}
-        _append(self.config.out / "metrics.jsonl", row)
-        _append_csv(self.config.out / "metrics.csv", row)
+        logs.append(self.config.out / "metrics.jsonl", row)
+        logs.append_csv(self.config.out / "metrics.csv", row)
         track(self.step, self.metrics)
 
     def _evaluate(self, track: Callable[[int, dict[str, float]], None]) -> None:
@@ -275,7 +273,7 @@ class _Session:
             )
         best_before = best_evaluation(self.evaluations)
         self.evaluations.append(row)
-        _append(c.out / "evaluations.jsonl", row)
+        logs.append(c.out / "evaluations.jsonl", row)
         if best_evaluation(self.evaluations) is row and row is not best_before:
             self._save_best()
 
@@ -289,8 +287,6 @@ class _Session:
         folder = self._write(self.config.out / "checkpoints" / f"best-{self.step:09d}")
         for old in folder.parent.glob("best-*"):
             if old != folder:
-                import shutil
-
                 shutil.rmtree(old, ignore_errors=True)
 
     def _write(self, folder: Path) -> Path:
@@ -321,15 +317,15 @@ class _Session:
 
 
 def best_evaluation(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The paper's rule: the highest mean normalised return among evaluations whose cost meets every limit, else the lowest cost."""
+    """The paper's rule: the highest mean return among evaluations whose cost meets every limit, else the least cost."""
     if not rows:
         return None
 
     def worst(row: dict[str, Any]) -> float:
-        return max(part["normalized_cost"] for part in row["limits"])
+        return max(float(part["normalized_cost"]) for part in row["limits"])
 
     def reward(row: dict[str, Any]) -> float:
-        return sum(part["return"] for part in row["limits"]) / len(row["limits"])
+        return sum(float(part["return"]) for part in row["limits"]) / len(row["limits"])
 
     safe = [row for row in rows if worst(row) <= 1.0]
     return max(safe, key=reward) if safe else min(rows, key=worst)
@@ -357,97 +353,9 @@ def _device(name: str) -> torch.device:
         raise QptError(f"there is no device {name!r}; use cpu, cuda or auto") from error
 
 
-@contextmanager
-def _stop_flag() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C or a termination signal asks the loop to save and stop; a second Ctrl-C stops at once."""
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set
-        return
-
-    def ask(_number: int, _frame: Any) -> None:
-        if asked.is_set():
-            raise KeyboardInterrupt
-        asked.set()
-
-    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked.is_set
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _progress(enabled: bool, session: _Session) -> Iterator[Callable[[], None]]:
-    if not enabled:
-        yield lambda: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[losses]}"),
-    )
-    with Progress(TextColumn("{task.description}"), *columns) as bar:
-        task = bar.add_task(session.config.algorithm, total=session.steps, completed=session.step, rate="", losses="")
-        began, first = time.perf_counter(), session.step
-
-        def show() -> None:
-            rate = (session.step - first) / max(time.perf_counter() - began, 1e-9)
-            losses = " ".join(
-                f"{k.split('/')[-1]} {v:.3g}"
-                for k, v in session.metrics.items()
-                if "loss" in k or k.endswith("imitation")
-            )
-            bar.update(task, completed=session.step, rate=f"{rate:.1f} steps/s", losses=losses)
-
-        yield show
-
-
-def _append(path: Path, row: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
-
-
-def _append_csv(path: Path, row: dict[str, Any]) -> None:
-    """Add a row; where a method reports other metrics than before, the file is written anew with all columns."""
-    if path.exists():
-        with path.open(encoding="utf-8", newline="") as file:
-            columns = next(csv.reader(file), [])
-        if set(row) <= set(columns):
-            with path.open("a", encoding="utf-8", newline="") as file:
-                csv.DictWriter(file, columns).writerow(row)
-            return
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
-    else:
-        columns, rows = [], []
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys([*columns, *row])))
-        writer.writeheader()
-        writer.writerows([*rows, row])
-
-
-def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.unlink(missing_ok=True)
-    for row in rows:
-        _append_csv(path, row)
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSONL file; a last line cut short by a kill is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows
-
-
-def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+def _prepare(device: torch.device, config: TrainConfig) -> None:
+    """Torch's own settings for this device; they hold for the whole process."""
+    if config.threads or device.type == "cpu":
+        torch.set_num_threads(config.threads or 1)
+    if device.type == "cuda":  # TF32 for what bf16 leaves in fp32; "fp32" means what it says
+        torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")

@@ -93,6 +93,7 @@ class Context(NamedTuple):
     return_target: Tensor  # [n] of the whole episode
     cost_limit: Tensor  # [n] of the whole episode
     seeds: Tensor  # [n] of the episode's noise
+    noise: Tensor | None = None  # [n, W] drawn by the caller, in place of what the seeds would give
 
     def now(self, field: Tensor) -> Tensor:
         """The entry of the current step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,12 +31,50 @@ def decide(method: QPT, context: Context) -> Decision:
     )
 
 
+class Draw(NamedTuple):
+    """Random numbers that a decision needs: `count` of them from the episode's seed, a stream, and maybe the step."""
+
+    stream: int
+    count: int
+    uniform: bool  # in (0, 1), or else standard normal
+    each_step: bool  # anew at each step, or once an episode
+
+
+SHIFT, ACT, CHOOSE = 0, 1, 2  # streams
+
+
+def draws(method: QPT, count: int) -> list[Draw]:
+    """All draws of a decision among `count` candidates, in the order in which `Context.noise` holds them."""
+    c = method.config
+    needed = [Draw(SHIFT, 2 * count, uniform=False, each_step=c.noise_mode == "step")]
+    if c.action_noise:
+        needed.append(Draw(ACT, count * method.spec.action_dim, uniform=False, each_step=True))
+    if c.choice == "softmax":
+        needed.append(Draw(CHOOSE, count, uniform=True, each_step=True))
+    return needed if count > 1 else []
+
+
+def draw(method: QPT, context: Context, count: int, stream: int) -> Tensor:
+    """The numbers of one stream, [n, ...]: the caller's where it gave them, else a function of seed and step."""
+    start = 0
+    for one in draws(method, count):
+        if one.stream == stream:
+            break
+        start += one.count
+    if context.noise is not None:
+        return context.noise[:, start : start + one.count].clone()  # it will be written to
+    step = context.now(context.steps) if one.each_step else torch.zeros_like(context.last)
+    kind = episode_uniform if one.uniform else episode_normal
+    return kind(context.seeds, step, one.count, stream).to(context.return_to_go.dtype)
+
+
 def shifts(method: QPT, context: Context, count: int) -> tuple[Tensor, Tensor]:
     """What each candidate adds to the return-to-go and the cost-to-go, [n, m] each; the first adds nothing."""
     c = method.config
-    step = context.now(context.steps) if c.noise_mode == "step" else torch.zeros_like(context.last)
-    noise = episode_normal(context.seeds, step, 2 * count).to(context.return_to_go.dtype)
-    noise = torch.unflatten(noise, 1, (2, count))
+    if count == 1:
+        nothing = torch.zeros_like(context.return_target)[:, None]
+        return nothing, nothing
+    noise = torch.unflatten(draw(method, context, count, SHIFT), 1, (2, count))
     noise[:, :, 0] = 0
     return (
         noise[:, 0] * c.rtg_noise * context.return_target.abs()[:, None],
@@ -45,7 +83,7 @@ def shifts(method: QPT, context: Context, count: int) -> tuple[Tensor, Tensor]:
 
 
 def propose(method: QPT, context: Context, count: int) -> Tensor:
-    """Actions of the candidates: [n, m, A]. Histories differ by the candidates' shifts alone, never in what happened."""
+    """Actions of the candidates: [n, m, A]. Histories differ by the candidates' shifts, never in what happened."""
     c = method.config
     more_return, more_cost = shifts(method, context, count)
     if c.noise_mode == "step":
@@ -76,8 +114,7 @@ def propose(method: QPT, context: Context, count: int) -> Tensor:
         hidden = hidden[torch.arange(len(context.last), device=hidden.device), :, context.last]
     actions = method.squash(method.head(hidden))
     if c.action_noise and count > 1:
-        noise = episode_normal(context.seeds, context.now(context.steps), count * actions.shape[-1], stream=1)
-        noise = noise.to(actions.dtype).reshape(actions.shape).clone()
+        noise = torch.unflatten(draw(method, context, count, ACT), 1, (count, -1)).clone()
         noise[:, 0] = 0
         actions = actions + c.action_noise * noise
     return actions.clamp(-1, 1)
@@ -114,13 +151,13 @@ def choose(method: QPT, context: Context, reward_q: Tensor, cost_q: Tensor) -> t
         if c.cost_test == "none":
             feasible = torch.ones_like(feasible)
         value = reward_q
-    if c.selection == "shield":  # the first candidate is the policy's own choice: keep it where it fits
-        order = torch.arange(value.shape[1], device=value.device, dtype=value.dtype)
-        value = torch.where(feasible[:, :1], -order, value)
     infeasible = ~feasible.any(1)
     fallback = {"least-cost": -cost_q, "ignore": reward_q, "tradeoff": balance}[c.fallback]
     value = torch.where(infeasible[:, None], fallback, value.masked_fill(~feasible, float("-inf")))
     if c.choice == "softmax":  # drawn by the Gumbel trick, from the episode's own noise
-        uniform = episode_uniform(context.seeds, context.now(context.steps), value.shape[1], stream=2).to(value.dtype)
+        uniform = draw(method, context, value.shape[1], CHOOSE)
         value = value - torch.log(-torch.log(uniform))
-    return value.argmax(1), infeasible
+    chosen = value.argmax(1)
+    if c.selection == "shield":  # the first candidate is the policy's own choice: keep it where it fits
+        chosen = torch.where(feasible[:, 0], 0, chosen)
+    return chosen, infeasible

@@ -69,7 +69,7 @@ class QPTConfig:
     reward_expectile: float = 0.9
     """Expectile of the reward value (bootstrap "expectile"): above 0.5 leans towards the best logged actions."""
     cost_expectile: float = 0.1
-    """Expectile of the cost value: below 0.5 leans to the least-cost continuation, which has a meaning at every limit."""
+    """Expectile of the cost value: below 0.5 leans to the cheapest continuation, which has a meaning at every limit."""
     budget_critics: bool = True
     """Reward critics know the remaining budget, drawn at random in training, and value only continuations whose least
     cost (by the cost critics) fits it; needs bootstrap "expectile"."""
@@ -153,6 +153,17 @@ class QPTConfig:
     """Return target as a multiple of the best safe logged return."""
     reward_reduction: Reduction = "min"
     """Over the twin reward critics, in targets and scores."""
+
+    def __post_init__(self) -> None:
+        if self.budget_critics and self.bootstrap != "expectile":
+            raise QptError('budget critics need bootstrap "expectile"; add --no-budget-critics, or leave it so')
+        if self.width % self.heads:
+            raise QptError(f"the width must be a multiple of the heads, but {self.width} is not one of {self.heads}")
+        for name in ("steps", "batch_size", "context", "width", "layers", "heads", "critic_width", "candidates"):
+            if getattr(self, name) < 1:
+                raise QptError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 < self.discount <= 1 or not 0 < self.cost_discount <= 1:
+            raise QptError("discounts lie above 0 and at most at 1")
 
     @classmethod
     def preset(cls, name: str) -> QPTConfig:

@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "collect": ("qpt.cli.collect", "make a data set in a simulator, of a task or of your own"),
     "train": ("qpt.cli.train", "train a policy from logged episodes"),
     "evaluate": ("qpt.cli.evaluate", "run a policy in a simulator at one or more cost limits"),
+    "calibrate": ("qpt.cli.calibrate", "compare what QPT's critics predict with what its episodes bring"),
 }
 
 

@@ -51,6 +51,8 @@ def collect_command(
 
     Run the same command again to go on after an interruption. One seed gives one file.
 
+    Example: qpt collect --task CarCircle --trajectories 1450 --out car.hdf5
+
     Args:
         out: The file to write (.hdf5 or .npz); what is recorded on the way lies beside it in OUT.parts.
         task: A task by its name; `qpt tasks` lists them.
@@ -175,7 +177,6 @@ class Progress(ExitStack):
         self.task, self.cap, self.todo, self.console = task, cap, todo, console
         self.rows = [_Row() for _ in todo]
         self.episodes: list[tuple[float, float, int]] = []
-        self.incidents: list[str] = []
         self.began = self.told = time.monotonic()
         self.live = None
         if console.is_terminal:
@@ -184,7 +185,6 @@ class Progress(ExitStack):
     def hear(self, number: int, message: dict[str, Any]) -> None:
         row = self.rows[number]
         if "incident" in message:
-            self.incidents.append(message["incident"])
             self.console.print(message["incident"], highlight=False, soft_wrap=True)
             return
         if "return" in message:

@@ -25,9 +25,9 @@ Source = tyro.conf.Positional[str]
 
 def info(
     source: Source,
-    limits: tuple[float, ...] | None = None,
+    limits: Annotated[tuple[float, ...] | None, tyro.conf.arg(metavar="X [X ...]")] = None,
     out: Path | None = None,
-    as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False,
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
     cost_key: str | None = None,
     action_bound: float = 1.0,
 ) -> None:
@@ -62,7 +62,7 @@ def info(
 def convert(
     source: Source,
     target: tyro.conf.Positional[Path],
-    compact: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    compact: bool = False,
     cost_key: str | None = None,
     action_bound: float = 1.0,
 ) -> None:
@@ -85,7 +85,7 @@ def convert(
 
 
 def validate(
-    files: tyro.conf.Positional[tuple[str, ...]],
+    files: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE ...")],
     cost_key: str | None = None,
     action_bound: float = 1.0,
     timeout: float | None = None,
@@ -158,9 +158,9 @@ def _show(trajectories: Trajectories, source: str, facts: dict[str, Any]) -> Non
     print_(table)
     print_(
         Text(
-            f"{facts['episodes']:,} episodes, {facts['steps']:,} steps; {facts['observation_dim']} observations, "
-            f"{facts['action_dim']} actions; {facts['ended_by_terminal']:.0%} of the episodes end by a terminal, "
-            "the others by a timeout"
+            f"{facts['episodes']:,} episodes, {facts['steps']:,} steps; observations of {facts['observation_dim']} "
+            f"numbers, actions of {facts['action_dim']}; {facts['ended_by_terminal']:.0%} of the episodes end by a "
+            "terminal, the others by a timeout"
         )
     )
     if facts["limits"]:

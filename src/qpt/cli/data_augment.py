@@ -32,6 +32,8 @@ def augment(
     beta: float = 1.0,
     seed: int = 0,
     arrows: int = 60,
+    cost_key: str | None = None,
+    action_bound: float = 1.0,
 ) -> None:
     """Show which episodes are relabelled with which targets, as a table and a picture; no data are written.
 
@@ -50,10 +52,12 @@ def augment(
         beta: softens distances (osrl).
         seed: of the random targets.
         arrows: how many arrows to draw at most.
+        cost_key: the name of the costs in the source, if it is not "costs" (Minari: "cost" in infos).
+        action_bound: the largest magnitude that an action may have.
     """
     if arrows < 0:
         raise QptError(f"the number of arrows must be 0 or more, not {arrows}")
-    trajectories = load_dataset(source)
+    trajectories = load_dataset(source, cost_key=cost_key, action_bound=action_bound)
     row = get_task(task) if task is not None else task_of(source)
     relabelled = room.augment(
         trajectories,

@@ -16,7 +16,7 @@ from qpt.tasks import Task, all_tasks, get_task
 
 
 def download(
-    tasks: tyro.conf.Positional[tuple[str, ...]] = (),
+    tasks: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="TASK ...")] = (),
     /,
     *,
     url: str | None = None,
@@ -62,7 +62,8 @@ def _with_bar(task: Task, url: str | None) -> Path:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         row = bar.add_task(task.name, total=None, visible=False)
 
         def show(message: str, done: int, total: int | None) -> None:

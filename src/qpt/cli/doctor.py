@@ -140,7 +140,12 @@ def show(report: dict[str, Any], as_json: bool) -> None:
         print(json.dumps(report, indent=1))
         return
     console = Console()
-    console.print(", ".join(f"{name} {found or 'missing'}" for name, found in report["versions"].items()))
+    for suite, names in {"all": SHARED, **VERSIONS}.items():
+        found = [
+            f"{name} {report['versions'][name] or '[red]missing[/]'}" for name in names if name in report["versions"]
+        ]
+        if found:
+            console.print(f"{suite}: {', '.join(found)}", highlight=False)
     table = Table("task", "suite", "", "", box=None, pad_edge=False)
     for row in report["tasks"]:
         table.add_row(row["task"], row["suite"], "[green]ok[/]" if row["ok"] else "[red]FAILS[/]", row["detail"])

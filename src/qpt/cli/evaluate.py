@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,7 +63,7 @@ def evaluate_command(
     Args:
         task: The task; by default the one the checkpoint was trained for.
         checkpoint: A run folder or a checkpoint folder.
-        policy: Instead of a checkpoint: random, zero, or module:function for a function of observations [n, S].
+        policy: Instead of a checkpoint: random, zero, constant:0.5,-1, or module:function of observations [n, S].
         limits: Cost limits of an episode; by default the task's own.
         episodes: Episodes at each limit.
         seed: Seed of the evaluation; the same seed gives the same rows.
@@ -77,12 +78,13 @@ def evaluate_command(
         step_timeout: Seconds after which a simulator step counts as hung.
     """
     if (checkpoint is None) == (policy is None):
-        raise QptError("give either --checkpoint or --policy (random, zero or module:function)")
-    if out is not None and out.suffix not in (".csv", ".parquet"):
-        raise QptError(f"a table is saved as .csv or .parquet, not as {out.name!r}; change the ending of --out")
+        raise QptError("give either --checkpoint or --policy (random, zero, constant:X,X or module:function)")
+    _check_files(out, record, picture, render_dir if render else None)
     chosen: Any = None
     if checkpoint is not None:
         chosen = importlib.import_module("qpt.policy").load_policy(checkpoint)
+        if "OMP_NUM_THREADS" not in os.environ:  # small networks on the CPU gain nothing from more threads
+            importlib.import_module("torch").set_num_threads(1)
         task = task or chosen.spec.task
     if task is None:
         raise QptError("give the task to evaluate in with --task; `qpt tasks` lists them")
@@ -108,7 +110,9 @@ def evaluate_command(
         importlib.import_module("qpt.data").write(results.trajectories, record)
     console = Console() if sys.stdout.isatty() else Console(width=120)  # a pipe has no width of its own
     console.print(table(results))
-    trained = getattr(chosen, "trained_limit", None)
+    home, trained = getattr(chosen, "task", None), getattr(chosen, "trained_limit", None)
+    if home and home != facts.name:
+        console.print(f"The policy was trained for {home}, not for {facts.name}.")
     if chosen.limit_mode == "trained" and trained is not None:
         console.print(
             f"The policy was trained for the limit {trained:g}: other limits change its score, not its behaviour."
@@ -133,18 +137,10 @@ def table(results: Episodes) -> Table:
     grid = Table(
         title=f"{first['task']} · {first['algorithm']} · {first['episodes']} episodes a limit, 95 % intervals",
         box=SIMPLE_HEAD,
+        pad_edge=False,
     )
-    headings = (
-        "limit",
-        "return",
-        "cost",
-        "norm. return",
-        "norm. cost",
-        "P(cost ≤ limit)",
-        "worst 10 %",
-        "fallback",
-        "",
-    )
+    two_lines = ("normalized\nreturn", "normalized\ncost", "P(cost\n≤ limit)", "worst\n10 %")  # leaves room for numbers
+    headings = ("limit", "return", "cost", *two_lines, "fallback", "")
     for name in headings:
         grid.add_column(name, justify="left" if not name else "right")
     for line in lines:
@@ -193,8 +189,29 @@ def _logged(source: str | None, checkpoint: Path | None) -> Trajectories:
 
 
 def _with_interval(line: dict[str, Any], key: str, digits: int) -> str:
-    low, high = line[f"{key}_interval"]
-    return "–" if math.isnan(line[key]) else f"{line[key]:.{digits}f}\n\\[{low:.{digits}f}, {high:.{digits}f}]"
+    mean, low, high = (f"{value:z.{digits}f}" for value in (line[key], *line[f"{key}_interval"]))  # z: no -0.0
+    return "–" if math.isnan(line[key]) else f"{mean}\n\\[{low}, {high}]"
+
+
+def _check_files(out: Path | None, record: Path | None, picture: Path | None, folder: Path | None) -> None:
+    """What cannot be written is said before the evaluation, which may take hours."""
+    if out is not None and out.suffix not in (".csv", ".parquet"):
+        raise QptError(f"a table is saved as .csv or .parquet, not as {out.name!r}; change the ending of --out")
+    if out is not None and out.suffix == ".parquet":
+        require("pyarrow.parquet", "parquet")
+    if record is not None and record.suffix.lower() not in (".hdf5", ".h5", ".npz"):
+        raise QptError(f"episodes are recorded as .hdf5 or .npz, not as {record.name!r}; change the ending of --record")
+    if picture is not None and picture.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise QptError(f"a picture is saved as .png, .svg or .pdf, not as {picture.name!r}; change its ending")
+    if folder is not None:
+        require("imageio.v3", "sims")
+    for place in filter(None, (*(file and file.parent for file in (out, record, picture)), folder)):
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise QptError(f"the folder {place} cannot be made: {error.strerror}; choose another") from error
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise QptError(f"nothing can be written into {place}; choose another folder, or change its permissions")
 
 
 def _named_policy(name: str, task: Task) -> EpisodePolicy:
@@ -203,14 +220,27 @@ def _named_policy(name: str, task: Task) -> EpisodePolicy:
     if name == "zero":
         return ConstantPolicy(np.zeros(dimensions(task)[1]))
     module, _, function = name.partition(":")
+    if module == "constant":
+        return ConstantPolicy(_constant(function, dimensions(task)[1]))
     if not module or not function:
-        raise QptError(f"there is no policy {name!r}; use random, zero or module:function")
+        raise QptError(f"there is no policy {name!r}; use random, zero, constant:X,X or module:function")
     if "" not in sys.path:
         sys.path.insert(0, "")  # a module in the current folder, as with `python -m`
     try:
         return CallablePolicy(getattr(importlib.import_module(module), function), name)
     except (ImportError, AttributeError) as error:
         raise QptError(f"the policy {name!r} cannot be imported: {error}") from error
+
+
+def _constant(text: str, action_dim: int) -> list[float]:
+    try:
+        action = [float(value) for value in text.split(",")]
+    except ValueError:
+        action = []
+    if len(action) != action_dim or not all(-1 <= value <= 1 for value in action):
+        example = ",".join(["0.5"] * action_dim)
+        raise QptError(f"a constant policy of {action_dim} numbers from -1 to 1 is needed, as in constant:{example}")
+    return action
 
 
 def draw(policy: EpisodePolicy, task: Task, cost_limit: float, seeds: tuple[int, int], path: Path) -> None:

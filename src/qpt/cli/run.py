@@ -14,7 +14,9 @@ Command = Callable[..., int | None]
 
 def run(command: Command, args: Sequence[str], prog: str) -> int:
     """Call `command` with its arguments read from `args`; wrong usage exits with 2."""
-    return int(tyro.cli(command, args=list(args), prog=f"qpt {prog}") or 0)
+    # For a help that reads well: SOURCE and not STR, no {None} (leave the flag out instead), no --no-x beside --x.
+    plain = tyro.conf.PositionalMetavarFromFieldName, tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff
+    return int(tyro.cli(command, args=list(args), prog=f"qpt {prog}", config=plain) or 0)
 
 
 def run_group(commands: Mapping[str, Command | str], args: Sequence[str], prog: str) -> int:

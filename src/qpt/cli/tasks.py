@@ -26,7 +26,7 @@ SIMULATORS = {
 
 def tasks(
     suite: Literal["bullet", "safety-gymnasium", "metadrive", "custom"] | None = None,
-    as_json: Annotated[bool, tyro.conf.arg(name="json"), tyro.conf.FlagCreatePairsOff] = False,
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> None:
     """List the tasks: sizes, horizon, range of returns, whose data is in the cache, which simulators are installed.
 

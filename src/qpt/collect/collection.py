@@ -64,7 +64,8 @@ def collect(
 
     `folder` is where the runs keep finished episodes and their state; with one of an earlier call that was interrupted,
     the collection goes on from there and ends with the same result. The data depend on the seed, the schedule and the
-    versions of the simulator and numpy, not on the number of workers.
+    versions of the simulator and numpy, not on the number of workers. (`workers=0` stays in this process, where linear
+    algebra may use several threads: slower on a busy machine, and rounded differently.)
     """
     cap = check_cap(task, cost_cap)
     wanted = check_wanted(trajectories, task)

@@ -60,7 +60,10 @@ def find(source: str | Path) -> Path:
         return path
     if isinstance(source, Path) or path.suffix in (".hdf5", ".h5", ".npz") or "/" in text:
         raise QptError(f"there is no file {text}; check the path")
-    task = get_task(text)
+    try:
+        task = get_task(text)
+    except QptError as error:
+        raise QptError(str(error).replace("there is no task", "there is no file and no task", 1)) from error
     from qpt.data.download import find_cached
 
     found = find_cached(task)

@@ -29,14 +29,14 @@ def check_column(name: str, shape: tuple[int, ...] | None, dtype: np.dtype[Any])
 
 
 def check_present(names: set[str], others: list[str], cost_key: str | None) -> None:
-    missing = [key for key in KEYS if key not in names]
+    missing = [cost_key if cost_key and key == "costs" else key for key in KEYS if key not in names]
     if not missing:
         return
     if any(other.startswith("episode_") for other in others):
         raise QptError("this is the inner file of a Minari data set; give the folder of the data set instead")
     found = f"; it has {', '.join(sorted(others)[:12])}" if others else "; it is empty"
     if missing == ["costs"] and cost_key is None:
-        found += " (if the costs have another name, give it as the cost key)"
+        found += " (if the costs have another name, give it: cost_key, or --cost-key NAME)"
     raise QptError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing{found}")
 
 

@@ -17,9 +17,8 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import h5py
 import numpy as np
 import numpy.typing as npt
 
@@ -36,11 +35,11 @@ from qpt.data.checks import (
     plain_value,
 )
 from qpt.data.trajectories import Trajectories
-from qpt.errors import QptError
+from qpt.errors import QptError, require
 
-# gzip, shuffle, checksum and lzf cannot be made to load code, as filters from plugins can.
-_FILTERS = {h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32, h5py.h5z.FILTER_LZF}
-_LAYOUTS = {h5py.h5d.COMPACT, h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED}
+if TYPE_CHECKING:
+    import h5py  # imported only where an HDF5 file is read or written: npz does without
+
 _ATTRIBUTE_BYTES = 2**20
 
 
@@ -62,7 +61,7 @@ def read(
         kind = _kind(path)
         limit = default_max_bytes() if max_bytes is None else max_bytes
         if kind == "hdf5":
-            with h5py.File(path, "r", locking="best-effort") as file:
+            with require("h5py").File(path, "r", locking="best-effort") as file:
                 columns, info = _hdf5_columns(file, path.stat().st_size, limit, cost_key), _attributes(file)
                 return _assemble(columns, {**info, "source": str(path)}, action_bound)
         arrays, info = _npz_columns(path, limit, cost_key)
@@ -74,7 +73,7 @@ def look(path: str | Path, *, cost_key: str | None = None, max_bytes: int | None
     path = Path(path)
     with _defects(path):
         if not path.is_dir() and _kind(path) == "hdf5":
-            with h5py.File(path, "r", locking="best-effort") as file:
+            with require("h5py").File(path, "r", locking="best-effort") as file:
                 limit = default_max_bytes() if max_bytes is None else max_bytes
                 _hdf5_columns(file, path.stat().st_size, limit, cost_key)
                 _attributes(file)
@@ -101,6 +100,7 @@ def write(trajectories: Trajectories, path: str | Path, compact: bool = False) -
     content = _npz_bytes(columns, info) if path.suffix.lower() == ".npz" else _hdf5_bytes(columns, info)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("xb") as file:
             file.write(content)
             file.flush()
@@ -108,7 +108,7 @@ def write(trajectories: Trajectories, path: str | Path, compact: bool = False) -
         temporary.replace(path)
     except OSError as error:
         kept = "the old file is unchanged" if path.exists() else "nothing was written"
-        raise QptError(f"{path} cannot be written: {error.strerror or error}; {kept}") from error
+        raise QptError(f"{path} cannot be written: {error.strerror or error}; {kept}, name another place") from error
     finally:
         with suppress(OSError):  # no such folder, or no permission: nothing to clean up
             temporary.unlink(missing_ok=True)
@@ -157,6 +157,8 @@ def _load(name: str, column: Any) -> npt.NDArray[Any]:
 
 def _hdf5_columns(file: h5py.File, file_size: int, limit: int, cost_key: str | None) -> dict[str, h5py.Dataset]:
     """The datasets of our keys, each looked at but not yet read."""
+    import h5py
+
     names = {name: name for name in (*KEYS, *OPTIONAL)} | ({"costs": cost_key} if cost_key else {})
     links = file.id.links
     columns = {}
@@ -189,13 +191,17 @@ def _first_links(file: h5py.File) -> list[bytes]:
 
 
 def _check_layout(name: str, dataset: h5py.Dataset) -> None:
+    from h5py import h5d, h5z
+
+    # These cannot be made to load code, as filters from plugins can.
+    allowed = {h5z.FILTER_DEFLATE, h5z.FILTER_SHUFFLE, h5z.FILTER_FLETCHER32, h5z.FILTER_LZF}
     properties = dataset.id.get_create_plist()
-    if properties.get_layout() not in _LAYOUTS:
+    if properties.get_layout() not in (h5d.COMPACT, h5d.CONTIGUOUS, h5d.CHUNKED):
         raise QptError(f"{name} is a virtual dataset, whose values lie in other files; copy them into one file")
     if properties.get_external_count() > 0:
         raise QptError(f"{name} is stored outside the file; copy its values into the file")
     filters = [properties.get_filter(i)[0] for i in range(properties.get_nfilters())]
-    if not set(filters) <= _FILTERS:
+    if not set(filters) <= allowed:
         raise QptError(
             f"{name} is packed with a filter that is not gzip or lzf (HDF5 filter {max(filters)}); rewrite it with gzip"
         )
@@ -223,10 +229,12 @@ def _check_chunks(name: str, dataset: h5py.Dataset, file_size: int, limit: int) 
 
 def _attributes(file: h5py.File) -> dict[str, Any]:
     """Notes and numbers at the root, made safe to print; references and compounds are passed over."""
+    from h5py import check_string_dtype
+
     info: dict[str, Any] = {}
     for name in list(file.attrs)[:256]:
         attribute = file.attrs.get_id(name)
-        text = h5py.check_string_dtype(attribute.dtype) is not None
+        text = check_string_dtype(attribute.dtype) is not None
         if attribute.shape is None or not (text or attribute.dtype.kind in "fiubS"):
             continue
         if math.prod(attribute.shape) * attribute.dtype.itemsize > _ATTRIBUTE_BYTES:
@@ -237,7 +245,7 @@ def _attributes(file: h5py.File) -> dict[str, Any]:
 
 def _hdf5_bytes(columns: Mapping[str, npt.NDArray[Any]], info: Mapping[str, Any]) -> bytes:
     # Made in memory: libhdf5 does not survive a full disk well, and the rename needs all bytes first anyway.
-    with h5py.File("memory", "w", driver="core", backing_store=False, block_size=2**22) as file:
+    with require("h5py").File("memory", "w", driver="core", backing_store=False, block_size=2**22) as file:
         for name, values in columns.items():
             width = int(np.prod(values.shape[1:])) or 1
             chunk = (min(len(values), max(1, 2**17 // width)), *values.shape[1:])

@@ -52,14 +52,6 @@ class Sampler(Protocol):
     def sample(self) -> Any: ...
 
 
-def sampler_state(sampler: Sampler) -> Tensor:
-    return sampler.generator.get_state()
-
-
-def load_sampler_state(sampler: Sampler, state: Tensor) -> None:
-    sampler.generator.set_state(state.cpu())
-
-
 class WindowSampler:
     """Windows of K steps, right-padded: an episode is drawn by weight, then a start uniformly in it.
 
@@ -131,6 +123,13 @@ class WindowSampler:
             return np.ones(len(base))
         raise QptError(f"there is no weighting {weighting!r}; choose low-cost, length or uniform")
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """All that decides the batches to come; `load_state_dict` goes on from there bit for bit."""
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.generator.set_state(state["generator"].cpu())
+
     def sample(self) -> WindowBatch:
         draw = torch.rand(2, self.batch_size, generator=self.generator, device=self._table.device, dtype=torch.float64)
         episode = torch.searchsorted(self._cumulative, draw[0], right=True).clamp_(max=len(self._cumulative) - 1)  # [B]
@@ -176,6 +175,13 @@ class TransitionSampler:
         self._index = torch.from_numpy(np.stack([following, data.step_in_episode], 1)).to(device)  # [N, 2]
         self.generator = torch.Generator(device)
         self.generator.manual_seed(seed)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All that decides the batches to come; `load_state_dict` goes on from there bit for bit."""
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.generator.set_state(state["generator"].cpu())
 
     def sample(self) -> TransitionBatch:
         rows = torch.randint(len(self._table), (self.batch_size,), generator=self.generator, device=self._table.device)

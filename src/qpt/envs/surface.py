@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +60,7 @@ class SafeEnv(gymnasium.Env[Array, Array]):
         self._simulator = simulator
         self._step = simulator.step
         self._observation_shape, self._action_shape = (self.observation_dim,), (self.action_dim,)
-        self._low, self._high = np.float32(-1), np.float32(1)
+        self._low, self._high = np.full((2, self.action_dim), [[-1], [1]], np.float32)  # faster than two numbers
         self._last = float("inf") if horizon is None else horizon
         self._steps = 0
         self._running = False
@@ -84,7 +85,7 @@ class SafeEnv(gymnasium.Env[Array, Array]):
         if action.shape != self._action_shape:
             raise QptError(f"{self.name} takes actions of shape {self._action_shape}, not {action.shape}")
         action = np.minimum(np.maximum(action, self._low), self._high)
-        if not action.dot(action) < np.inf:  # cheaper than isfinite
+        if not math.isfinite(action.dot(action)):  # one number: cheaper than np.isfinite
             raise QptError(f"{self.name}: the action {action.tolist()} is not a number; check the policy that gave it")
 
         result = self._step(action)
@@ -104,7 +105,10 @@ class SafeEnv(gymnasium.Env[Array, Array]):
         return self._observed(observation), float(reward), terminated, truncated, info
 
     def _observed(self, observation: Any) -> Array:
-        array = np.array(observation, np.float32)  # a copy: simulators may reuse theirs
+        # A copy: simulators may reuse theirs.
+        array: Array = (
+            observation.astype(np.float32) if type(observation) is np.ndarray else np.array(observation, np.float32)
+        )
         if array.shape != self._observation_shape:
             raise QptError(f"{self.name} gave an observation of shape {array.shape}, not {self._observation_shape}")
         return array

@@ -24,12 +24,14 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from qpt.envs import make_env, one_per_process
 from qpt.errors import QptError
 from qpt.tasks import Task
 
@@ -99,7 +101,7 @@ class EnvPool:
 
     def __init__(self, task: Task, slots: int, workers: int, *, step_timeout: float = 120.0) -> None:
         self.task = task
-        self.one_env = task.suite == "metadrive"
+        self.one_env = one_per_process(task)
         workers = min(workers, slots)
         count = max(workers, 1)
         bounds = np.linspace(0, slots, count + 1).round().astype(int).tolist()
@@ -234,11 +236,11 @@ class _Worker:
         self.index, self.block, self.payload = index, block, payload
         self.reply, theirs = os.pipe()
         line, self.lifeline = os.pipe()  # held open, never written to
-        path = os.pathsep.join(entry for entry in sys.path if entry)
+        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)  # with -P: modules are found as here
         arguments = [str(v) for v in (fd, theirs, line, index, block.start, block.stop)]
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", "from qpt.envs.vector import _main; _main()", *arguments],
+                [sys.executable, "-P", "-c", "from qpt.envs.vector import _main; _main()", *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,  # simulators greet; the replies go through a pipe of their own
                 pass_fds=(fd, theirs, line),
@@ -299,30 +301,25 @@ class _Block:
 
     def run(self) -> None:
         """Carry out the commands of the block's slots, one after the other."""
-        shared, w = self.arrays, self.index
+        shared, w, envs, one_env = self.arrays, self.index, self.envs, self.one_env
+        actions, observations, rewards, costs = shared.actions, shared.observations, shared.rewards, shared.costs
+        ended, cut_off, current, beats = shared.terminated, shared.truncated, shared.current, shared.beats
         for slot, command in zip(self.slots, shared.commands[self.slots.start : self.slots.stop].tolist(), strict=True):
             if command == IDLE:
                 continue
-            shared.current[w] = slot
-            key = 0 if self.one_env else slot
+            current[w] = slot
+            key = 0 if one_env else slot
             if command == RESET:
-                observation = self._reset(key, int(shared.seeds[slot]))
-                terminated = truncated = False
-            else:
-                # A copy, for an environment may keep the action it was given.
-                observation, reward, terminated, truncated, info = self.envs[key].step(shared.actions[slot].copy())
-                shared.rewards[slot] = reward
-                shared.costs[slot] = info["cost"]
-            shared.observations[slot] = observation
-            shared.terminated[slot] = terminated
-            shared.truncated[slot] = truncated
-            shared.beats[w] += 1
-        shared.current[w] = -1
+                observations[slot] = self._reset(key, int(shared.seeds[slot]))
+                ended[slot] = cut_off[slot] = False
+            else:  # the surface gives the simulator a copy of the action, which it may keep
+                observations[slot], rewards[slot], ended[slot], cut_off[slot], info = envs[key].step(actions[slot])
+                costs[slot] = info["cost"]
+            beats[w] += 1
+        current[w] = -1
 
     def _reset(self, key: int, seed: int) -> npt.NDArray[np.float32]:
         if key not in self.envs:
-            from qpt.envs import make_env
-
             self.envs[key] = make_env(self.task)
         observation: npt.NDArray[np.float32] = self.envs[key].reset(seed=seed)[0]
         return observation
@@ -397,8 +394,6 @@ def dimensions(task: Task) -> tuple[int, int]:
     """Sizes of observations and actions; a task that does not say has its environment made once to look."""
     if task.env_observation_dim is not None and task.action_dim is not None:
         return task.env_observation_dim, task.action_dim
-    from qpt.envs import make_env
-
     env = make_env(task)
     try:
         observation, action = env.observation_space.shape, env.action_space.shape

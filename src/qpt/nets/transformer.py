@@ -67,7 +67,7 @@ class Block(nn.Module):
         return self._mix(x + self._attend(q, k, v, None)), k, v
 
     def suffix(self, x: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, candidates: int) -> Tensor:
-        """Tokens of the current step [B, m * J, D] attend to the shared keys [B, H, P, d], and causally to their own."""
+        """Tokens of the current step [B, m * J, D] attend to the shared keys [B, H, P, d] and causally to their own."""
         own = x.shape[1] // candidates
         q, k2, v2 = self._split(self.qkv(self.norm1(x))).unbind(2)  # [B, H, m * J, d]
         scale = q.shape[-1] ** -0.5

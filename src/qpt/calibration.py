@@ -1,0 +1,81 @@
+"""Are QPT's critics right? What they predict at the start of an episode, beside what the episode brought."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from qpt.algorithms.qpt import QPT
+from qpt.episodes import Episodes
+from qpt.errors import QptError
+from qpt.plotting import new_figure
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """One entry an episode: its limit, and predicted and realised (discounted as the critics do) cost and return."""
+
+    cost_limit: Floats
+    predicted_cost: Floats
+    realised_cost: Floats
+    predicted_return: Floats
+    realised_return: Floats
+
+
+@torch.no_grad()
+def calibrate(method: QPT, episodes: Episodes) -> Calibration:
+    """Ask the target critics about the first step of each recorded episode."""
+    if not isinstance(method, QPT) or not method.uses_critics:
+        raise QptError("only a QPT policy with critics can be calibrated; this one has none")
+    data = episodes.trajectories
+    if data is None:
+        raise QptError("the episodes hold no trajectories; evaluate with record=True")
+    first, c = data.offsets[:-1], method.config
+    device = method.step.device
+    limits = torch.tensor(episodes.cost_limit, dtype=torch.float32, device=device)
+    observations = torch.tensor(data.observations[first], device=device)
+    actions = torch.tensor(data.actions[first], device=device)
+    seen, unaware = method.features(observations, limits, torch.zeros_like(limits))
+    reward_q = method.reduce(method.target_reward_critics(torch.cat([seen, actions], -1))[..., 0], c.reward_reduction)
+    cost_q = method.reduce(method.target_cost_critics(torch.cat([unaware, actions], -1))[..., 0], c.cost_reduction)
+    steps = data.step_in_episode
+
+    def total(values: npt.NDArray[np.float32], discount: float) -> Floats:
+        return np.add.reduceat(values.astype(np.float64) * discount**steps, first)
+
+    return Calibration(
+        cost_limit=episodes.cost_limit,
+        predicted_cost=(cost_q / method.cost_scale).double().cpu().numpy(),
+        realised_cost=total(data.costs, c.cost_discount),
+        predicted_return=(reward_q / method.reward_scale).double().cpu().numpy(),
+        realised_return=total(data.rewards, c.discount),
+    )
+
+
+def rows(result: Calibration) -> list[dict[str, float]]:
+    """Means for each limit."""
+    table = []
+    for limit in np.unique(result.cost_limit):
+        mask = result.cost_limit == limit
+        names = ("predicted_cost", "realised_cost", "predicted_return", "realised_return")
+        table.append({"cost_limit": float(limit)} | {n: float(getattr(result, n)[mask].mean()) for n in names})
+    return table
+
+
+def figure(result: Calibration, title: str) -> Any:
+    """Every episode: predicted against realised cost, coloured by the limit; a right critic lies on the line."""
+    drawing, axes = new_figure(6, 5)
+    points = axes.scatter(result.predicted_cost, result.realised_cost, c=result.cost_limit, s=14, cmap="viridis")
+    top = float(max(result.realised_cost.max(), result.predicted_cost.max(), 1.0))
+    axes.plot([0, top], [0, top], color="grey", linestyle="--", linewidth=1)
+    axes.set_xlabel("cost predicted at the first step")
+    axes.set_ylabel("cost realised")
+    axes.set_title(title, loc="left", fontsize=11)
+    drawing.colorbar(points, label="cost limit")
+    return drawing

@@ -1,0 +1,72 @@
+"""`qpt calibrate`: do the critics of a QPT policy predict what its episodes cost and earn?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from qpt import calibration, plotting
+from qpt.cli.run import run
+from qpt.errors import QptError
+from qpt.evaluation import evaluate
+from qpt.policy import load_policy
+from qpt.tasks import get_task
+
+
+def calibrate(
+    checkpoint: Path,
+    task: str | None = None,
+    limits: tuple[float, ...] = (10.0, 20.0, 40.0),
+    episodes: int = 20,
+    seed: int = 0,
+    workers: int | None = None,
+    out: Path | None = None,
+) -> int:
+    """Run a QPT policy and compare what its critics predict at the first step with what each episode brought.
+
+    With the default critics the predicted cost is the least that is possible from the start, so it lies below what a
+    loose limit lets the policy spend; the paper's critics predict the cost of the policy itself.
+
+    Example: qpt calibrate --checkpoint runs/ball --limits 10 20 40 --out calibration.png
+
+    Args:
+        checkpoint: A run folder or a checkpoint folder of the algorithm qpt.
+        task: The task; by default the one the policy was trained for.
+        limits: Cost limits to run at.
+        episodes: Episodes at each limit.
+        seed: Seed of the episodes.
+        workers: Simulator processes; by default one a core.
+        out: Write the picture here (.png, .svg or .pdf).
+    """
+    policy = load_policy(checkpoint)
+    name = task or policy.task
+    if name is None:
+        raise QptError("the checkpoint names no task; give one with --task")
+    results = evaluate(
+        policy,
+        get_task(name),
+        episodes=episodes,
+        cost_limits=limits,
+        seed=seed,
+        workers=workers,
+        progress=sys.stderr.isatty(),
+        record=True,
+    )
+    found = calibration.calibrate(policy.method, results)  # type: ignore[arg-type]
+    table = Table("limit", "predicted cost", "realised cost", "predicted return", "realised return")
+    for row in calibration.rows(found):
+        table.add_row(*(f"{value:.1f}" for value in row.values()))
+    console = Console()
+    console.print(table)
+    if out is not None:
+        plotting.save(calibration.figure(found, f"{name}: predicted and realised cost"), out)
+        console.print(f"wrote {out}", highlight=False)
+    return 0
+
+
+def main(args: Sequence[str]) -> int:
+    return run(calibrate, args, "calibrate")

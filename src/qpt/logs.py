@@ -1,0 +1,118 @@
+"""What a running loop shows and keeps: JSONL and CSV rows, the progress bar, and the wish to stop."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def append(path: Path, row: Row) -> None:
+    """Add a line to a JSONL file."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def rows(path: Path) -> list[Row]:
+    """Rows of a JSONL file; a last line cut short by a kill is left out."""
+    found: list[Row] = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found
+
+
+def rewrite(path: Path, kept: list[Row]) -> None:
+    """A JSONL file of these rows alone."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+
+
+def append_csv(path: Path, row: Row) -> None:
+    """Add a row; where a method reports other metrics than before, the file is written anew with all columns."""
+    columns: list[str] = []
+    before: list[Row] = []
+    if path.exists():
+        with path.open(encoding="utf-8", newline="") as file:
+            columns = next(csv.reader(file), [])
+        if set(row) <= set(columns):
+            with path.open("a", encoding="utf-8", newline="") as file:
+                csv.DictWriter(file, columns).writerow(row)
+            return
+        with path.open(encoding="utf-8", newline="") as file:
+            before = list(csv.DictReader(file))
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys([*columns, *row])))
+        writer.writeheader()
+        writer.writerows([*before, row])
+
+
+def rewrite_csv(path: Path, kept: list[Row]) -> None:
+    """A CSV file of these rows alone."""
+    path.unlink(missing_ok=True)
+    for row in kept:
+        append_csv(path, row)
+
+
+# -- the terminal ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def stop_flag() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C or a termination signal asks the loop to save and stop; a second Ctrl-C stops at once."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+
+    def ask(_number: int, _frame: Any) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def progress(enabled: bool, name: str, first: int, total: int) -> Iterator[Callable[[int, dict[str, float]], None]]:
+    """A bar from step `first` to `total`; call what it yields with the step and the metrics to move it on."""
+    if not enabled:
+        yield lambda _step, _metrics: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[losses]}"),
+    )
+    with Progress(TextColumn("{task.description}"), *columns) as bar:
+        task = bar.add_task(name, total=total, completed=first, rate="", losses="")
+        began = time.perf_counter()
+
+        def show(step: int, metrics: dict[str, float]) -> None:
+            rate = (step - first) / max(time.perf_counter() - began, 1e-9)
+            shown = [k for k in metrics if "loss" in k or k.endswith("imitation")]
+            losses = " ".join(f"{k.split('/')[-1]} {metrics[k]:.3g}" for k in shown)
+            bar.update(task, completed=step, rate=f"{rate:.1f} steps/s", losses=losses)
+
+        yield show

@@ -1,0 +1,116 @@
+"""The deployed policy: its tokens, episodes side by side, limits that change, and misuse; in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from qpt.algorithms import candidates
+from qpt.algorithms.base import Context
+from qpt.algorithms.qpt import QPT
+from qpt.errors import QptError
+from qpt.policy import Policy
+from test_qpt import make
+
+
+def policy_of(method: QPT, n: int, limits: Any = 10.0) -> Policy:
+    policy = Policy(method.eval(), dtype=torch.float64)
+    policy.reset(n, cost_limits=np.broadcast_to(limits, n), seeds=np.arange(n))
+    return policy
+
+
+def test_policy_tokens_are_targets_minus_what_was_realised() -> None:
+    method, _ = make(candidates=1, inference_with_candidates=False)
+    seen: list[Context] = []
+    method.act = lambda c: (seen.append(c), candidates.decide(method, c))[1]  # type: ignore[method-assign]
+    policy = policy_of(method, 2, [4.0, 9.0])
+    rng = np.random.default_rng(0)
+    observations, actions, rewards, costs = [], [], [], []
+    for t in range(8):
+        o = rng.normal(size=(2, 3))
+        a = policy.act(o)
+        observations.append(o), actions.append(a), rewards.append(rng.random(2)), costs.append(rng.integers(0, 2, 2))
+        c = seen[-1]
+        window = range(max(0, t - 4), t + 1)
+        for row in range(2):
+            for place, step in enumerate(window):
+                earned, spent = sum(r[row] for r in rewards[:step]), sum(k[row] for k in costs[:step])
+                assert c.return_to_go[row, place].item() == pytest.approx(policy.return_targets[row] - earned)
+                assert c.cost_to_go[row, place].item() == pytest.approx([4.0, 9.0][row] - spent)
+                assert int(c.steps[row, place]) == step
+                np.testing.assert_allclose(c.observations[row, place], observations[step][row])
+                if step < t:
+                    np.testing.assert_allclose(c.actions[row, place], actions[step][row], atol=1e-6)
+            assert int(c.last[row]) == len(window) - 1
+        policy.observe(rewards[-1], costs[-1])
+
+
+def test_episodes_side_by_side_equal_episodes_alone() -> None:
+    method, _ = make(candidates=5, rtg_noise=0.4, selection="constrained")  # so that noise decides
+    rng = np.random.default_rng(1)
+    together = policy_of(method, 3, [2.0, 5.0, 9.0])
+    alone = [policy_of(method, 1, x) for x in (2.0, 5.0, 9.0)]
+    for i, p in enumerate(alone):
+        p.restart([0], seeds=[i])
+    for t in range(12):
+        o, r, k = rng.normal(size=(3, 3)), rng.random(3), rng.integers(0, 2, 3)
+        active = np.array([True, t % 3 != 0, t > 4])
+        a = together.act(o, active)
+        together.observe(r, k)
+        for row in np.flatnonzero(active):
+            b = alone[row].act(o[row : row + 1])
+            alone[row].observe(r[row : row + 1], k[row : row + 1])
+            np.testing.assert_allclose(a[row], b[0], atol=1e-7)
+        assert (a[~active] == 0).all()
+        if t == 7:
+            together.restart([0])
+            alone[0].restart([0])
+
+
+def test_a_new_limit_changes_the_next_decision_and_its_targets() -> None:
+    method, _ = make(candidates=1)
+    policy, same = policy_of(method, 1, 3.0), policy_of(method, 1, 3.0)
+    o = np.ones((1, 3))
+    for p in (policy, same):
+        p.act(o)
+        p.observe([1.0], [2.0])
+    policy.set_cost_limit(12.0)
+    assert policy.return_targets[0] == method.spec.suggest_return(12.0) * method.config.target_factor
+    assert not np.allclose(policy.act(o), same.act(o))
+    fixed = Policy(method.eval(), dtype=torch.float64)
+    fixed.reset(1, cost_limits=3.0, return_targets=[7.0])
+    fixed.set_cost_limit(12.0)
+    assert fixed.return_targets[0] == 7.0
+
+
+def test_policy_refuses_misuse_in_a_sentence() -> None:
+    method, _ = make(candidates=1)
+    policy = Policy(method.eval(), dtype=torch.float64)
+    with pytest.raises(QptError, match="reset"):
+        policy.act(np.zeros((1, 3)))
+    policy.reset(2, cost_limits=1.0)
+    with pytest.raises(QptError, match="shape"):
+        policy.act(np.zeros((1, 3)))
+    with pytest.raises(QptError, match="NaN"):
+        policy.act(np.full((2, 3), np.nan))
+    with pytest.raises(QptError, match="at least 0"):
+        policy.set_cost_limit(-1.0)
+    policy.act(np.zeros((2, 3)))
+    with pytest.raises(QptError, match="observe"):
+        policy.act(np.zeros((2, 3)))
+    policy.observe([0, 0], [0, 0])
+    with pytest.raises(QptError, match="no decision"):
+        policy.observe([0, 0], [0, 0])
+    for _ in range(method.spec.horizon - 1):
+        policy.act(np.zeros((2, 3)))
+        policy.observe([0, 0], [0, 0])
+    with pytest.raises(QptError, match="past the horizon"):
+        policy.act(np.zeros((2, 3)))
+    clamped = Policy(method.eval(), past_horizon="clamp", dtype=torch.float64)
+    clamped.reset(1, cost_limits=1.0)
+    for _ in range(method.spec.horizon + 3):
+        clamped.act(np.zeros((1, 3)))
+        clamped.observe([0], [0])
