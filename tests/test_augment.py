@@ -18,7 +18,7 @@ from qpt.data import read, write
 from qpt.data.augment import Relabelled, augment, figure
 from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError
-from qpt.tasks import Augmentation, Task
+from qpt.tasks import Augmentation, Task, register_task
 
 Rule = Literal["paper", "osrl"]
 RULES: tuple[Rule, Rule] = ("paper", "osrl")
@@ -372,7 +372,9 @@ def test_the_picture_points_from_bases_to_pairs(rule: Rule) -> None:
     assert len(figure(data, empty).axes[0].texts) == 0
 
 
-def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_and_draws(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
     write(cloud(100), tmp_path / "own.hdf5")
     command(str(tmp_path / "own.hdf5"), rule="osrl", out=tmp_path / "picture.png")
@@ -381,6 +383,11 @@ def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(QptError, match="arrows"):
         command(str(tmp_path / "own.hdf5"), arrows=-1)
+    monkeypatch.setattr("qpt.tasks._registered", {})
+    register_task(Task("Bare"))
+    for task, said in (("Bare", "constants chosen from the data"), ("BallCircle", "constants of BallCircle")):
+        command(str(tmp_path / "own.hdf5"), task=task)
+        assert said in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_task_is_found_by_its_name_or_file() -> None:

@@ -30,6 +30,18 @@ def test_healthy_tasks(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1 of 1 tasks run" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("bullet_safety_gym", "safety_gymnasium", "metadrive"))),
+    reason="needs all simulators",
+)
+def test_all_38_tasks_make_reset_and_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "38 of 38 tasks run" in text
+    for suite, package in (("bullet", "pybullet 3.2.7"), ("safety-gymnasium", "mujoco"), ("metadrive", "panda3d")):
+        assert any(line.startswith(f"{suite}: ") and package in line for line in text.splitlines())
+
+
 def test_sick_tasks_are_reported_and_the_rest_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

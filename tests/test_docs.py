@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -134,8 +135,23 @@ def follow(page: str, folder: Path, **environment: str) -> str:
 def test_bring_your_own_data_from_start_to_end(tmp_path: Path) -> None:
     printed = follow("bring-your-own-data.md", tmp_path)
     assert "my.hdf5: good" in printed
-    assert "60 episodes" in printed
+    assert "100 episodes" in printed
     assert (tmp_path / "my.png").is_file()
     costs = [float(cost) for cost in re.findall(r"^limit \d+: cost (\d+)", printed, re.M)]
     assert len(costs) == 3
     assert costs[0] < costs[2]  # the limit is heard
+
+
+def test_results_of_surrogate_data_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the file over the checkpoint to the table and what is saved."""
+    pytest.importorskip("pybullet")
+    tiny = ["--steps", "2", "--batch-size", "4", "--width", "8", "--no-progress", "--device", "cpu", "--threads", "1"]
+    source = ["--task", "BallCircle", "--data", "embedded:ballcircle"]
+    assert main(["train", "--algorithm", "bc-safe", *source, *tiny, "--out", "run"]) == 0
+    rest = ["--limits", "10", "--episodes", "1", "--workers", "0", "--out", "episodes.csv"]
+    assert main(["evaluate", "--checkpoint", "run", *rest]) == 0
+    assert "trained on surrogate data, not on the published data" in capsys.readouterr().out
+    assert json.loads((tmp_path / "episodes.csv.json").read_text())["surrogate_data"] is True
+    assert main(["evaluate", "--policy", "zero", "--task", "BallCircle", *rest]) == 0
+    assert "surrogate" not in capsys.readouterr().out
+    assert json.loads((tmp_path / "episodes.csv.json").read_text())["surrogate_data"] is False

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
+import random
+import re
+import shutil
 import signal
+import subprocess
 import threading
 import time
 from functools import partial
@@ -14,17 +19,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from rich.console import Console
 
 import qpt.evaluation
 from faulty_envs import once, raises, slow, walk, walk_task
+from helpers import tiny_data
+from qpt.algorithms.qpt import QPTConfig
 from qpt.cli import main
+from qpt.cli.evaluate import table as printed_table
 from qpt.envs import make_env
 from qpt.envs.toy import OraclePolicy, tradeoff
 from qpt.envs.vector import EnvPool
-from qpt.episodes import _COLUMNS, Episodes
+from qpt.episodes import _COLUMNS, Episodes, provenance
 from qpt.errors import QptError
 from qpt.evaluation import CallablePolicy, ConstantPolicy, RandomPolicy, episode_seeds, evaluate
+from qpt.policy import Policy, load_policy
 from qpt.tasks import Task, dsrl_tasks
+from qpt.training import TrainConfig, train
 
 
 class NoisyPolicy:
@@ -265,6 +277,61 @@ def test_wrong_arguments_get_one_sentence() -> None:
             call()
 
 
+def test_slots_that_are_freed_are_taken_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange, ticks = EnvPool.exchange, []
+    monkeypatch.setattr(EnvPool, "exchange", lambda *args: ticks.append(1) or exchange(*args))
+    slots = 5
+    lengths = evaluate(RandomPolicy(2), walk_task(), episodes=23, workers=0, slots=slots).lengths
+    assert len(set(lengths)) > 5
+    # A reset and the steps of each episode of a row, one after the other, and no row waits for another.
+    assert len(ticks) == max(sum(length + 1 for length in lengths[row::slots]) for row in range(slots))
+
+
+@pytest.fixture(scope="module")
+def qpt_policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
+    """QPT with candidates, a few steps into its training on made-up data of the Walk's shape."""
+    config = QPTConfig(steps=3, batch_size=16, width=16, critic_width=16, layers=1, heads=2, context=4, candidates=5)
+    out = tmp_path_factory.mktemp("run")
+    train(TrainConfig(config=config, device="cpu", out=out, progress=False, threads=1), tiny_data(length=30))
+    return load_policy(out)
+
+
+def test_rows_of_a_trained_policy_depend_on_no_worker_and_touch_no_random_state(
+    qpt_policy: Policy, tmp_path: Path
+) -> None:
+    arguments: dict[str, Any] = {"episodes": 9, "cost_limits": (3, 9), "slots": 7}
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
+    results = [rows(evaluate(qpt_policy, walk_task(), workers=workers, **arguments)) for workers in (0, 1, 2, 3)]
+    failing = evaluate(qpt_policy, walk_task(partial(once, "die", str(tmp_path))), workers=2, **arguments)
+    assert len(failing.provenance["incidents"]) == 1
+    assert all(result == results[0] for result in [*results[1:], rows(failing)])
+    assert not np.isnan(results[0]["fallback_share"]).any()
+    assert results[0]["algorithm"][0] == "qpt"
+    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
+    assert after == states
+
+
+def test_a_policy_is_not_run_past_the_horizon_it_knows(qpt_policy: Policy) -> None:
+    with pytest.raises(QptError, match="trained for episodes of 30 steps, but Walk has 31"):
+        evaluate(qpt_policy, walk_task(horizon=31), workers=0)
+
+
+def test_provenance_names_the_commit_of_these_sources_not_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
+    for words in ("init -q", "-c user.name=a -c user.email=a@b.c commit -q --allow-empty -m x"):
+        subprocess.run(["git", *words.split()], cwd=tmp_path, check=True)
+    other = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=tmp_path, check=True, capture_output=True, text=True
+    ).stdout
+    before = provenance()["commit"]
+    monkeypatch.chdir(tmp_path)
+    assert provenance()["commit"] == before
+    assert before is None or (len(before.removesuffix("-dirty")) == 40 and before != other.strip())
+
+
 def test_a_factory_that_cannot_travel_runs_in_this_process() -> None:
     task = Task("Local", env_factory=lambda: walk(None), horizon=30)
     episodes = evaluate(RandomPolicy(2), task, episodes=3)
@@ -299,6 +366,9 @@ def test_progress_names_episodes_and_speed(capsys: pytest.CaptureFixture[str]) -
     text = capsys.readouterr().err
     assert "5/5" in text
     assert "steps/s" in text
+    episodes = evaluate(RandomPolicy(2), walk_task(), episodes=5, workers=0)
+    assert f"return {episodes.returns.mean():.1f}" in text
+    assert f"cost {episodes.costs.mean():.1f}" in text
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -333,7 +403,63 @@ def test_the_command_prints_a_table_and_writes_files(tmp_path: Path, capsys: pyt
 
     assert load_dataset(record).returns == pytest.approx(table.returns, rel=1e-5, abs=1e-5)
     assert main([*common, "--policy", "test_evaluation:uphill", "--limits", "5"]) == 0
+    capsys.readouterr()
     assert main([*common, "--policy", "zero", "--limits", "5", "6"]) == 0
+    zero = capsys.readouterr().out
+    assert main([*common, "--policy", "constant:0,0", "--limits", "5", "6"]) == 0
+    assert capsys.readouterr().out == zero.replace("zero", "constant")
+    # At each limit an interval of return, cost, normalised cost and P, each on one line; FileWalk has no return range.
+    assert len(re.findall(r"\[-?\d+\.\d+, -?\d+\.\d+\]", zero)) == 2 * 4
+
+
+def test_no_number_of_the_table_is_cut_off_on_a_narrow_screen() -> None:
+    scale = {"reward_min": 0.0, "reward_max": 10.0}
+    episodes = evaluate(RandomPolicy(2), walk_task(**scale), episodes=7, cost_limits=(3, 9), workers=0)
+    (first, _), intervals = episodes.summary(), r"\[-?\d+\.\d+, -?\d+\.\d+\]"
+    for width, columns in ((120, 5), (80, 3)):
+        screen = Console(width=width, file=io.StringIO())
+        screen.print(printed_table(episodes, width))
+        text = screen.file.getvalue()  # type: ignore[attr-defined]
+        assert "…" not in text
+        assert len(re.findall(intervals, text)) == 2 * columns
+        assert f"{first['return']:.1f}" in text
+
+
+OWN_ENV = """
+import gymnasium
+import numpy as np
+
+class Six(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,), np.float64)
+    action_space = gymnasium.spaces.Box(0, 4, (1,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.np_random.uniform(-1, 1, 2), {}
+
+    def step(self, action):
+        return self.np_random.uniform(-1, 1, 2), float(action[0]), float(action[0] > 2), False, False, {}
+"""
+
+
+def test_an_environment_of_a_task_file_runs_in_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_six.py").write_text(OWN_ENV)
+    (tmp_path / "own.toml").write_text('[[task]]\nname = "Six"\nenv = "own_six:Six"\nhorizon = 12\n')
+    monkeypatch.setenv("QPT_TASKS", str(tmp_path / "own.toml"))
+    monkeypatch.syspath_prepend(tmp_path)  # known to this process alone: workers are told
+    tables = []
+    for workers in (0, 2):
+        out = tmp_path / f"{workers}.csv"
+        common = ["evaluate", "--task", "Six", "--policy", "random", "--limits", "3", "--episodes", "5"]
+        assert main([*common, "--workers", str(workers), "--out", str(out)]) == 0
+        tables.append(Episodes.load(out))
+    assert [table.provenance["workers"] for table in tables] == [0, 2]
+    np.testing.assert_equal(rows(tables[0]), rows(tables[1]))
+    assert tables[0].lengths.tolist() == [12] * 5
+    assert 0 < tables[0].costs.mean() < 12
+    by_default = evaluate(RandomPolicy(1), "Six", episodes=5, cost_limits=(3,))
+    assert by_default.provenance["workers"] > 0  # it can travel, so workers are the default
+    assert by_default.costs.tolist() == tables[0].costs.tolist()
 
 
 @pytest.mark.usefixtures("tasks_file")
@@ -343,7 +469,12 @@ def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> N
         (["--policy", "random"], "--task"),
         (["--task", "FileWalk", "--policy", "nonsense"], "no policy 'nonsense'"),
         (["--task", "FileWalk", "--policy", "no_such_module:f"], "cannot be imported"),
+        (["--task", "FileWalk", "--policy", "constant:1"], "2 numbers from -1 to 1 is needed, as in constant:0.5,0.5"),
+        (["--task", "FileWalk", "--policy", "constant:nan,0"], "2 numbers"),
         (["--task", "FileWalk", "--policy", "zero", "--out", "t.txt"], ".csv or .parquet"),
+        (["--task", "FileWalk", "--policy", "zero", "--record", "t.foo"], ".hdf5 or .npz"),
+        (["--task", "FileWalk", "--policy", "zero", "--picture", "t.foo", "--data", "x"], ".png, .svg or .pdf"),
+        (["--task", "FileWalk", "--policy", "zero", "--out", "/dev/null/t.csv"], "cannot be made"),
     ):
         assert main(["evaluate", *arguments]) == 1
         assert words in capsys.readouterr().err

@@ -25,7 +25,7 @@ from qpt.data.files import read, write
 from qpt.data.trajectories import Trajectories
 from qpt.data.validation import validate
 from qpt.errors import QptError
-from qpt.tasks import get_task
+from qpt.tasks import Task, get_task
 
 NAMES = ("observations", "actions", "rewards", "costs", "terminals", "timeouts", "offsets", "final_observations")
 
@@ -126,9 +126,11 @@ def test_costs_by_another_name(tmp_path: Path) -> None:
     for path in (save(tmp_path / "a.hdf5", columns), tmp_path / "a.npz"):
         if path.suffix == ".npz":
             np.savez(path, **columns)
-        with pytest.raises(QptError, match=r"costs is missing; it has .*cost key"):
+        with pytest.raises(QptError, match=r"costs is missing; it has .*--cost-key"):
             read(path)
         assert same(read(path, cost_key="damage"), expected)
+        with pytest.raises(QptError, match=r"harm is missing; it has .*damage"):
+            read(path, cost_key="harm")
 
 
 def test_missing_timeouts(tmp_path: Path) -> None:
@@ -400,7 +402,7 @@ def test_tasks_are_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(load_dataset("BallCircle")) == 3
 
 
-def test_sources_that_are_nothing(tmp_path: Path) -> None:
+def test_sources_that_are_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(QptError, match="there is no file"):
         load_dataset(tmp_path / "a.hdf5")
     with pytest.raises(QptError, match=r"there is no file nowhere\.hdf5"):
@@ -409,6 +411,9 @@ def test_sources_that_are_nothing(tmp_path: Path) -> None:
         load_dataset("BalCircle")
     with pytest.raises(QptError, match="not a Minari data set"):
         load_dataset(tmp_path)
+    monkeypatch.setattr("qpt.tasks._registered", {"Mine": Task("Mine")})
+    with pytest.raises(QptError, match="task 'Mine' names no data file"):
+        load_dataset("Mine")
 
 
 def test_load_dataset_looks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

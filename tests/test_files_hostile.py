@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from qpt.data.files import read
-from qpt.data.validation import validate
+from qpt.data.validation import look_first, validate
 from qpt.errors import QptError
 
 SECONDS = 15  # for one file; they take milliseconds
@@ -167,6 +167,8 @@ def sweep(first: int, count: int, folder: Path) -> Counter[str]:
             path = folder / f"mutant-{row['number']}"
             path.write_bytes(mutant(row["number"], originals()))
             judge(validate(path, max_bytes=MAX_BYTES, timeout=SECONDS) or "")
+            with pytest.raises(QptError):  # and so does `load_dataset`, which has another process look first
+                look_first(path, timeout=SECONDS)
     return Counter(row["kind"] for row in rows)
 
 

@@ -117,6 +117,10 @@ def test_by_id_and_by_folder(root: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["data", "convert", "minari:toy/walk-v0", str(root / "walk.hdf5")]) == 0
     assert "6 episodes" in capsys.readouterr().out
     equal(load_dataset(root / "walk.hdf5"), steps)
+    assert main(["data", "validate", "minari:toy/walk-v0", str(root / "toy" / "walk-v0"), "minari:toy/no-v0"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.endswith(": good") for line in lines] == [True, True, False]
+    assert "minari download toy/no-v0" in lines[2]
 
 
 def test_infos_without_the_reset(root: Path) -> None:

@@ -314,6 +314,9 @@ def test_own_tasks_stand_in_the_table(capsys: pytest.CaptureFixture[str]) -> Non
     text = printed(capsys, "--suite", "custom")
     assert "Mine[red]" in text
     assert re.search(r"Mine\[red\] +- +- +7 +- +- +- +no +no", text)
+    assert "sims install" not in text  # neither would help a task of one's own
+    assert "data download" not in text
+    assert "data download" in printed(capsys)
 
 
 def test_the_table_needs_no_torch() -> None:

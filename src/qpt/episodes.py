@@ -177,21 +177,29 @@ def provenance() -> dict[str, Any]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    try:
-        commit = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=True,
-            stdin=subprocess.DEVNULL,
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        commit = None
     return {
         "versions": versions,
         "command": sys.argv,
-        "commit": commit,
+        "commit": _commit(),
         "machine": platform.platform(),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def _commit() -> str | None:
+    """The commit of these sources, where they lie in a checkout, with "-dirty" where files were changed since."""
+    here = Path(__file__)
+    tracked, described = ["ls-files", "--error-unmatch", here.name], ["describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        for words in (tracked, [*described, "--abbrev=40"]):
+            done = subprocess.run(
+                ["git", "-C", str(here.parent), *words],
+                capture_output=True,
+                text=True,
+                timeout=5,
+                check=True,
+                stdin=subprocess.DEVNULL,
+            )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -151,8 +151,8 @@ def evaluate(
     limits = np.asarray(cost_limits, np.float64).reshape(-1)
     _check(policy, task, episodes, limits, seed, workers, slots)
     total = episodes * len(limits)
-    # A fixed number for simulators with one environment a process too, so that results do not depend on the workers.
-    slots = min(total, slots or (8 if one_per_process(task) else 256))
+    # Fixed numbers, so that results do not depend on the machine; 64 of Bullet's environments take 2 GB of memory.
+    slots = min(total, slots or (8 if one_per_process(task) else 64))
     if workers is None:
         workers = min(_cores(), slots) if portable(task) else 0
     began = time.time()
@@ -185,6 +185,7 @@ def evaluate(
             "seed": seed,
             "limit_mode": policy.limit_mode,
             "trained_limit": getattr(policy, "trained_limit", None),
+            "surrogate_data": bool(getattr(getattr(policy, "spec", None), "surrogate", False)),  # never DSRL's own
             "workers": workers,
             "slots": slots,
             "seconds": round(time.time() - began, 3),

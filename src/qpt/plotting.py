@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import os
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -108,9 +111,16 @@ def save(figure: Any, path: str | Path) -> Path:
     known = sorted(figure.canvas.get_supported_filetypes())
     if path.suffix.lower().lstrip(".") not in known:
         raise QptError(f"a picture cannot be written as {path.name!r}; end its name in .png, .svg or .pdf")
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix.lower().lstrip("."))
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # a full disk leaves no half picture
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        temporary.write_bytes(content.getvalue())
+        temporary.replace(path)
     except OSError as error:
-        raise QptError(f"the picture {path} cannot be written: {error.strerror or error}") from error
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        reason = error.strerror or error
+        raise QptError(f"the picture {path} cannot be written: {reason}; name another place") from error
     return path

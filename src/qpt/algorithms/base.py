@@ -97,7 +97,7 @@ class Context(NamedTuple):
 
     def now(self, field: Tensor) -> Tensor:
         """The entry of the current step."""
-        return field[torch.arange(len(self.last), device=self.last.device), self.last]
+        return field[torch.arange(self.last.shape[0], device=self.last.device), self.last]
 
 
 class Decision(NamedTuple):

@@ -20,9 +20,9 @@ def decide(method: QPT, context: Context) -> Decision:
     c = method.config
     count = c.candidates if c.inference_with_candidates else 1
     proposed = propose(method, context, count)  # [n, m, A]
-    rows = torch.arange(len(proposed), device=proposed.device)
+    rows = torch.arange(proposed.shape[0], device=proposed.device)
     if count == 1:
-        return Decision(proposed[:, 0], {"fallback": torch.zeros(len(proposed), device=proposed.device)})
+        return Decision(proposed[:, 0], {"fallback": torch.zeros(proposed.shape[0], device=proposed.device)})
     reward_q, cost_q = score(method, context, proposed)
     chosen, infeasible = choose(method, context, reward_q, cost_q)
     return Decision(
@@ -32,10 +32,10 @@ def decide(method: QPT, context: Context) -> Decision:
 
 
 class Draw(NamedTuple):
-    """Random numbers that a decision needs: `count` of them from the episode's seed, a stream, and maybe the step."""
+    """Random numbers that a decision needs: so many, from the episode's seed, a stream, and maybe the step."""
 
     stream: int
-    count: int
+    size: int
     uniform: bool  # in (0, 1), or else standard normal
     each_step: bool  # anew at each step, or once an episode
 
@@ -51,7 +51,7 @@ def draws(method: QPT, count: int) -> list[Draw]:
         needed.append(Draw(ACT, count * method.spec.action_dim, uniform=False, each_step=True))
     if c.choice == "softmax":
         needed.append(Draw(CHOOSE, count, uniform=True, each_step=True))
-    return needed if count > 1 else []
+    return needed
 
 
 def draw(method: QPT, context: Context, count: int, stream: int) -> Tensor:
@@ -60,12 +60,12 @@ def draw(method: QPT, context: Context, count: int, stream: int) -> Tensor:
     for one in draws(method, count):
         if one.stream == stream:
             break
-        start += one.count
+        start += one.size
     if context.noise is not None:
-        return context.noise[:, start : start + one.count].clone()  # it will be written to
+        return context.noise[:, start : start + one.size].clone()  # it will be written to
     step = context.now(context.steps) if one.each_step else torch.zeros_like(context.last)
     kind = episode_uniform if one.uniform else episode_normal
-    return kind(context.seeds, step, one.count, stream).to(context.return_to_go.dtype)
+    return kind(context.seeds, step, one.size, stream).to(context.return_to_go.dtype)
 
 
 def shifts(method: QPT, context: Context, count: int) -> tuple[Tensor, Tensor]:
@@ -111,7 +111,7 @@ def propose(method: QPT, context: Context, count: int) -> Tensor:
             repeat(context.steps),
         )
         hidden = torch.unflatten(hidden[:, :, 0], 0, (-1, count))  # [n, m, K, D]
-        hidden = hidden[torch.arange(len(context.last), device=hidden.device), :, context.last]
+        hidden = hidden[torch.arange(context.last.shape[0], device=hidden.device), :, context.last]
     actions = method.squash(method.head(hidden))
     if c.action_noise and count > 1:
         noise = torch.unflatten(draw(method, context, count, ACT), 1, (count, -1)).clone()

@@ -303,7 +303,7 @@ class CAPS(nn.Module):
         best = torch.where(feasible, reward_q, -torch.inf).argmax(1)
         none = ~feasible.any(1)
         chosen = torch.where(none, cost_q.argmin(1), best)
-        rows = torch.arange(len(chosen), device=chosen.device)
+        rows = torch.arange(chosen.shape[0], device=chosen.device)
         diagnostics = {
             "fallback": none.to(seen.dtype),
             "least_cost_head": (chosen == self.config.heads - 1).to(seen.dtype),

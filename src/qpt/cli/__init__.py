@@ -18,7 +18,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "collect": ("qpt.cli.collect", "make a data set in a simulator, of a task or of your own"),
     "train": ("qpt.cli.train", "train a policy from logged episodes"),
     "evaluate": ("qpt.cli.evaluate", "run a policy in a simulator at one or more cost limits"),
+    "certify": ("qpt.cli.certify", "show by episodes that the cost limit is kept, or calibrate it"),
     "calibrate": ("qpt.cli.calibrate", "compare what QPT's critics predict with what its episodes bring"),
+    "export": ("qpt.cli.export", "write a policy as an ONNX graph, with a model card"),
 }
 
 

@@ -16,7 +16,7 @@ from qpt import plotting
 from qpt.data import Trajectories, load_dataset
 from qpt.data import augment as room
 from qpt.errors import QptError
-from qpt.tasks import Task, all_tasks, get_task
+from qpt.tasks import Augmentation, Task, all_tasks, get_task
 
 
 def augment(
@@ -100,13 +100,14 @@ def _show(trajectories: Trajectories, relabelled: room.Relabelled, source: str, 
         table.add_row(name, *(f"{number:,.1f}" for number in numbers))
     console = Console()
     console.print(table)
+    published = task.name if task is not None and task.augmentation != Augmentation() else None
     fit = "" if relabelled.fit is None else f"; the fitted frontier has degree {relabelled.fit.degree()}"
     console.print(
         Text(
             f"{len(relabelled):,} relabelled episodes, made from {len(np.unique(relabelled.base)):,} "
             f"of the {len(trajectories):,} there are; "
             f"return targets up to {relabelled.max_reward:,.1f}{fit}; "
-            + (f"constants of {task.name}" if task is not None else "constants chosen from the data")
+            + (f"constants of {published}" if published else "constants chosen from the data")
         )
     )
     for note in relabelled.notes:

@@ -109,10 +109,12 @@ def evaluate_command(
     if record is not None and results.trajectories is not None:
         importlib.import_module("qpt.data").write(results.trajectories, record)
     console = Console() if sys.stdout.isatty() else Console(width=120)  # a pipe has no width of its own
-    console.print(table(results))
+    console.print(table(results, console.width))
     home, trained = getattr(chosen, "task", None), getattr(chosen, "trained_limit", None)
     if home and home != facts.name:
         console.print(f"The policy was trained for {home}, not for {facts.name}.")
+    if results.provenance.get("surrogate_data"):
+        console.print("The policy was trained on surrogate data, not on the published data of its task.")
     if chosen.limit_mode == "trained" and trained is not None:
         console.print(
             f"The policy was trained for the limit {trained:g}: other limits change its score, not its behaviour."
@@ -130,8 +132,11 @@ def evaluate_command(
     return 0
 
 
-def table(results: Episodes) -> Table:
-    """One line for each limit; "safe" is said only when the whole interval of the mean cost lies within the limit."""
+def table(results: Episodes, width: int = 120) -> Table:
+    """One line for each limit; "safe" is said only when the whole interval of the mean cost lies within the limit.
+
+    A narrow screen leaves the normalised scores out, so that no number is cut off.
+    """
     lines = results.summary()
     first = lines[0]
     grid = Table(
@@ -139,20 +144,20 @@ def table(results: Episodes) -> Table:
         box=SIMPLE_HEAD,
         pad_edge=False,
     )
-    two_lines = ("normalized\nreturn", "normalized\ncost", "P(cost\n≤ limit)", "worst\n10 %")  # leaves room for numbers
-    headings = ("limit", "return", "cost", *two_lines, "fallback", "")
-    for name in headings:
-        grid.add_column(name, justify="left" if not name else "right")
+    scores = ("normalized\nreturn", "normalized\ncost") if width >= 115 else ()
+    for name in ("limit", "return", "cost", *scores, "P(cost\n≤ limit)", "worst\n10 %", "fallback"):
+        grid.add_column(name, justify="right", overflow="fold")
+    grid.add_column("")
     for line in lines:
         low, high = line["cost_interval"]
         limit = line["cost_limit"]
         verdict = "safe" if high <= limit else "unsafe" if low > limit else "unclear"
+        normalized = (_with_interval(line, "normalized_return", 3), _with_interval(line, "normalized_cost", 2))
         grid.add_row(
             f"{limit:g}",
             _with_interval(line, "return", 1),
             _with_interval(line, "cost", 1),
-            _with_interval(line, "normalized_return", 3),
-            _with_interval(line, "normalized_cost", 2),
+            *(normalized if scores else ()),
             _with_interval(line, "within_limit", 2),
             f"{line['cost_cvar']:.1f}",
             "–" if math.isnan(line["fallback_share"]) else f"{line['fallback_share']:.0%}",

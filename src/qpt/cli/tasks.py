@@ -105,9 +105,10 @@ def _show(rows: list[dict[str, Any]]) -> None:
     console.print(
         f"\n{len(rows)} task{'s' * (len(rows) > 1)}: data in the cache for {cached}, simulator installed for {ready}"
     )
-    if cached < len(rows):
+    published = [row for row in rows if row["suite"] in SIMULATORS]  # a task of one's own may well have neither
+    if any(row["cached"] is None for row in published):
         console.print("`qpt data download TASK` fetches data", style="dim")
-    if ready < len(rows):
+    if not all(row["simulator_installed"] for row in published):
         console.print("`qpt sims install` installs the simulators", style="dim")
 
 

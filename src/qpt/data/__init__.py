@@ -48,7 +48,7 @@ def load_dataset(source: str | Path, *, cost_key: str | None = None, action_boun
 
 
 def find(source: str | Path) -> Path:
-    """The file that a path or the name of a task stands for."""
+    """The file, or the folder of a Minari data set, that a source stands for."""
     from qpt.errors import QptError
     from qpt.tasks import all_tasks, get_task
 
@@ -56,6 +56,10 @@ def find(source: str | Path) -> Path:
     if text.startswith("embedded:"):
         with resources.as_file(_embedded(text.removeprefix("embedded:"))) as embedded:
             return embedded
+    if text.startswith("minari:"):
+        from qpt.data.minari import folder_of
+
+        return folder_of(text.removeprefix("minari:"))
     if path.is_file() or (path.exists() and text not in all_tasks()):
         return path
     if isinstance(source, Path) or path.suffix in (".hdf5", ".h5", ".npz") or "/" in text:
@@ -67,6 +71,8 @@ def find(source: str | Path) -> Path:
     from qpt.data.download import find_cached
 
     found = find_cached(task)
+    if found is None and task.data_file is None:
+        raise QptError(f"task {task.name!r} names no data file (data_file); give the file itself")
     if found is None:
         raise QptError(
             f"the data of {task.name} are not in the cache; run `qpt data download {task.name}`, "

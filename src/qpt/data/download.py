@@ -158,7 +158,7 @@ def download(
 
 def _file_name(task: Task) -> str:
     if task.data_file is None:
-        raise QptError(f"task {task.name!r} names no data file; give its file with --data")
+        raise QptError(f"task {task.name!r} names no data file (data_file), so there is nothing to download")
     return Path(task.data_file).name
 
 

@@ -28,12 +28,27 @@ def read_folder(path: Path, *, cost_key: str | None = None, action_bound: float 
 def read_id(name: str, *, cost_key: str | None = None, action_bound: float | None = 1.0) -> Trajectories:
     """The data set that Minari knows by this id; it must have been downloaded (`minari download ID`)."""
     minari = require("minari", "minari")
+    folder = folder_of(name)
     try:
         dataset = minari.load_dataset(name)
-    except Exception as error:  # Minari raises several kinds for a missing or unreadable data set
+    except Exception as error:  # Minari raises several kinds for an unreadable data set
         reason = str(error).split("\n")[0]
-        raise QptError(f"Minari has no data set {name!r} at hand ({reason}); run: minari download {name}") from error
+        raise QptError(f"Minari cannot read {folder} ({reason}); run: minari download {name} --force") from error
     return _convert(dataset, f"minari:{name}", cost_key, action_bound)
+
+
+def folder_of(name: str) -> Path:
+    """Where Minari keeps the data set of this id."""
+    root = require("minari.storage.datasets_root_dir", "minari")
+    try:
+        folder = Path(root.get_dataset_path(name))
+    except Exception as error:  # an id that is none
+        raise QptError(
+            f"Minari cannot use the id {name!r} ({error}); `minari list local` shows those there are"
+        ) from error
+    if not name or not folder.is_dir():
+        raise QptError(f"Minari has no data set {name!r} in {folder.parent}; run: minari download {name}")
+    return folder
 
 
 def _convert(dataset: Any, source: str, cost_key: str | None, action_bound: float | None) -> Trajectories:

@@ -177,7 +177,7 @@ class TrajectoryTransformer(nn.Module):
         cost_candidates: Tensor,  # [B, m]
     ) -> Tensor:
         """Hidden state of the current step for m candidates: [B, m, D]. Their common history is computed once."""
-        rows, m = torch.arange(len(last), device=last.device), return_candidates.shape[1]
+        rows, m = torch.arange(last.shape[0], device=last.device), return_candidates.shape[1]
         current = self._embed(
             return_candidates,
             cost_candidates,

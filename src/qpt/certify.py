@@ -1,0 +1,450 @@
+"""Certificates: is P(episode cost > limit) at most the asked risk? And calibration of the limit a policy is given.
+
+The test is sequential: it may look after every episode and stop when it is sure. For any rate q below r, the product
+of likelihood ratios (q/r)^k ((1-q)/(1-r))^(n-k) after k violations in n episodes is a supermartingale when the true
+rate is r or more, and so is an average over several q. By Ville's inequality it ever reaches 1/α with a probability of
+at most α; when it does, rates of r and above are ruled out. The mirror image rules out rates of r and below.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from qpt import stats
+from qpt.checkpoint import MODEL, read_manifest, resolve
+from qpt.episodes import provenance
+from qpt.errors import QptError
+from qpt.evaluation import EpisodePolicy, evaluate
+from qpt.tasks import Task, get_task
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Verdict = Literal["accepted", "rejected", "undecided"]
+
+FILE = "calibration.json"  # in the checkpoint's folder, beside the manifest
+FORMAT = 1
+# The alternatives that the evidence averages over, denser towards 0. Any choice is valid; this one needs few episodes.
+SHARES = ((np.arange(50) + 0.5) / 50) ** 2
+
+
+# -- the sequential test -------------------------------------------------------------------------------------------
+
+
+def log_evidence_below(violations: int, n: int, rate: float) -> float:
+    """Log of the evidence against a true rate of `rate` or more; rises with `rate`."""
+    return _log_evidence(violations, n, rate, SHARES)
+
+
+def log_evidence_above(violations: int, n: int, rate: float) -> float:
+    """Log of the evidence against a true rate of `rate` or less; falls with `rate`."""
+    return _log_evidence(n - violations, n, 1 - rate, 1 - SHARES)
+
+
+def _log_evidence(k: int, n: int, rate: float, shares: Floats) -> float:
+    # The alternatives are q = share * rate. Scaled with the rate, the evidence is monotone in it.
+    terms = k * np.log(shares) + (n - k) * (np.log1p(-rate * shares) - math.log1p(-rate))
+    return float(np.logaddexp.reduce(terms)) - math.log(len(shares))
+
+
+def bounds(violations: int, n: int, confidence: float) -> tuple[float, float]:
+    """Lower and upper bound of the rate after n episodes: each holds at all n at once with this confidence."""
+    if n == 0:
+        return 0.0, 1.0
+    enough = -math.log1p(-confidence)
+    high = 1.0 if violations == n else _cross(lambda r: log_evidence_below(violations, n, r) - enough)
+    low = 0.0 if violations == 0 else _cross(lambda r: enough - log_evidence_above(violations, n, r))
+    return low, high
+
+
+def _cross(rising: Callable[[float], float]) -> float:
+    low, high = 1e-12, 1 - 1e-12
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rising(middle) < 0 else (low, middle)
+    return (low + high) / 2
+
+
+@functools.lru_cache(maxsize=32)
+def boundaries(risk: float, confidence: float, max_episodes: int) -> tuple[Ints, Ints]:
+    """[N + 1] each: after n episodes, accept at `accept[n]` violations or fewer, reject at `reject[n]` or more.
+
+    -1 and n + 1 stand where no number of violations would do.
+    """
+    enough = -math.log1p(-confidence)
+    n = np.arange(max_episodes + 1)
+    # One more episode moves either boundary by at most one violation, so it is followed and not searched for.
+    accept, spared = np.full(len(n), -1), np.full(len(n), -1)
+    for line, rate, shares in ((accept, risk, SHARES), (spared, 1 - risk, 1 - SHARES)):
+        for count in range(1, len(n)):
+            k = int(line[count - 1])
+            line[count] = k + (k + 1 <= count and _log_evidence(k + 1, count, rate, shares) >= enough)
+    reject = n - spared
+    for line in (accept, reject):
+        line.flags.writeable = False  # they are kept
+    return accept, reject
+
+
+def decide(violated: npt.ArrayLike, risk: float, confidence: float) -> tuple[Verdict, int]:
+    """The verdict on a sequence of episodes, and the number of them that it took (all, where it is undecided)."""
+    flags = np.asarray(violated, bool)
+    accept, reject = boundaries(risk, confidence, _round_up(len(flags)))
+    counts = np.cumsum(flags)
+    accepts, rejects = counts <= accept[1 : len(flags) + 1], counts >= reject[1 : len(flags) + 1]
+    decided = accepts | rejects
+    if not decided.any():
+        return "undecided", len(flags)
+    first = int(np.argmax(decided))
+    return "accepted" if accepts[first] else "rejected", first + 1
+
+
+def _round_up(n: int) -> int:
+    return 1 << max(n - 1, 1).bit_length()  # few different lengths, so that `boundaries` finds them again
+
+
+# -- how many episodes it will take --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What the test will do where the true rate of violations is `rate`: exact, not simulated."""
+
+    rate: float
+    accepted: float  # probabilities
+    rejected: float
+    undecided: float
+    mean: float  # episodes, with max_episodes where it is undecided
+    median: int
+    most: int  # enough in 9 of 10 cases
+
+
+def foretell(rate: float, risk: float, confidence: float, max_episodes: int = 2000) -> Forecast:
+    """Follow the distribution of the number of violations, episode by episode, until it has left the boundaries."""
+    accept, reject = boundaries(risk, confidence, max_episodes)
+    alive = np.zeros(int(reject.max()) + 2)  # by number of violations, where nothing is decided yet
+    alive[0] = 1.0
+    accepted, rejected = np.zeros(max_episodes + 1), np.zeros(max_episodes + 1)
+    for n in range(1, max_episodes + 1):
+        alive[1:] = alive[1:] * (1 - rate) + alive[:-1] * rate
+        alive[0] *= 1 - rate
+        low, high = int(accept[n]) + 1, int(reject[n])
+        accepted[n], rejected[n] = alive[:low].sum(), alive[high:].sum()
+        alive[:low] = alive[high:] = 0.0
+    ends = accepted + rejected
+    ends[-1] += alive.sum()
+    reached = np.cumsum(ends)
+    median, most = (int(np.argmax(reached >= share - 1e-12)) for share in (0.5, 0.9))
+    mean = float(ends @ np.arange(max_episodes + 1))
+    return Forecast(rate, float(accepted.sum()), float(rejected.sum()), float(alive.sum()), mean, median, most)
+
+
+def least_episodes(risk: float, confidence: float, max_episodes: int = 100_000) -> int | None:
+    """How many episodes without any violation are accepted; None where more than `max_episodes` would be."""
+    enough = -math.log1p(-confidence)
+    if log_evidence_below(0, max_episodes, risk) < enough:
+        return None
+    low, high = 0, max_episodes
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if log_evidence_below(0, middle, risk) >= enough else (middle, high)
+    return high
+
+
+# -- the certificate -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The verdict on "P(episode cost > limit) <= risk", with all that it rests on."""
+
+    verdict: Verdict
+    task: str
+    algorithm: str
+    checkpoint: str
+    sha256: Mapping[str, str]  # of the checkpoint's files
+    limit: float
+    internal_limit: float  # what the policy was given
+    risk: float
+    confidence: float
+    seed: int
+    batch: int
+    max_episodes: int
+    episodes: int  # all that were run
+    violations: int
+    decided_after: int | None  # episodes; the batch went on to its end
+    bounds: tuple[float, float]  # of the rate of violations; each holds with the confidence
+    sequence: Sequence[tuple[int, int, float, float]]  # episodes, violations and bounds after each batch
+    costs: Sequence[float]  # of the episodes, in order
+    forecasts: Sequence[Forecast]
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def statement(self) -> str:
+        return f"P(episode cost > {self.limit:g}) <= {self.risk:g}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, "statement": self.statement, **asdict(self)}
+
+
+def certify(
+    policy: EpisodePolicy,
+    task: Task | str,
+    limit: float,
+    *,
+    risk: float = 0.05,
+    confidence: float = 0.95,
+    max_episodes: int = 2000,
+    batch: int = 20,
+    seed: int = 0,
+    workers: int | None = None,
+    show: Callable[[int, int, tuple[float, float]], None] | None = None,
+) -> Certificate:
+    """Run episodes in batches until "P(episode cost > limit) <= risk" is accepted or rejected, or none are left.
+
+    It is accepted although wrong, or rejected although right, with a probability of at most 1 - confidence each.
+    `show(episodes, violations, bounds)` is called after each batch.
+    """
+    check_statement(limit, risk, confidence)
+    if max_episodes < 1 or batch < 1:
+        raise QptError(
+            f"a certificate needs at least one episode in a batch and in all, not {batch} and {max_episodes}"
+        )
+    task = get_task(task) if isinstance(task, str) else task
+    given = _limit_to_give(policy, limit)
+    costs: list[float] = []
+    sequence: list[tuple[int, int, float, float]] = []
+    verdict: Verdict = "undecided"
+    low, high, decided = 0.0, 1.0, 0
+    while verdict == "undecided" and len(costs) < max_episodes:
+        many = min(batch, max_episodes - len(costs))
+        costs += run_costs(policy, task, given, many, _seed(seed, 1, len(sequence)), workers).tolist()
+        violated = np.array(costs) > limit
+        verdict, decided = decide(violated, risk, confidence)
+        for n in (decided, len(costs)):  # bounds hold at all times at once, so the best of each does
+            now = bounds(int(violated[:n].sum()), n, confidence)
+            low, high = max(low, now[0]), min(high, now[1])
+        sequence.append((len(costs), int(violated.sum()), low, high))
+        if show is not None:
+            show(len(costs), int(violated.sum()), (low, high))
+    checkpoint = str(getattr(policy, "checkpoint", None) or "")
+    return Certificate(
+        verdict=verdict,
+        task=task.name,
+        algorithm=str(getattr(policy, "algorithm", type(policy).__name__)),
+        checkpoint=checkpoint,
+        sha256=read_manifest(Path(checkpoint))["sha256"] if checkpoint else {},
+        limit=limit,
+        internal_limit=float(getattr(policy, "internal_limit", lambda x: x)(given)),
+        risk=risk,
+        confidence=confidence,
+        seed=seed,
+        batch=batch,
+        max_episodes=max_episodes,
+        episodes=len(costs),
+        violations=sequence[-1][1],
+        decided_after=None if verdict == "undecided" else decided,
+        bounds=(low, high),
+        sequence=sequence,
+        costs=costs,
+        forecasts=[foretell(rate, risk, confidence, max_episodes) for rate in assumed_rates(risk)],
+        provenance=provenance(),
+    )
+
+
+def assumed_rates(risk: float) -> tuple[float, ...]:
+    """The true rates of violations that the length of a run is foretold for."""
+    return 0.0, risk / 4, risk / 2, *sorted({min(times * risk, (1 + risk) / 2) for times in (2, 4)})
+
+
+def run_costs(policy: EpisodePolicy, task: Task, given: float, episodes: int, seed: int, workers: int | None) -> Floats:
+    """The costs of fresh episodes with the policy told the limit `given`."""
+    return evaluate(policy, task, episodes=episodes, cost_limits=[given], seed=seed, workers=workers).costs
+
+
+def check_statement(limit: float, risk: float, confidence: float) -> None:
+    if not (math.isfinite(limit) and limit >= 0):
+        raise QptError(f"a cost limit is a finite number of at least 0, not {limit:g}")
+    if not 0 < risk < 1:
+        raise QptError(f"the risk is a probability above 0 and below 1, not {risk:g}")
+    if not 0.5 <= confidence < 1:
+        raise QptError(f"the confidence lies between 0.5 and 1, not at {confidence:g}")
+
+
+def _limit_to_give(policy: EpisodePolicy, limit: float) -> float:
+    """A policy that was trained for one limit takes no other; it can still be certified for another."""
+    trained = getattr(policy, "trained_limit", None)
+    return float(trained) if policy.limit_mode == "trained" and trained is not None else limit
+
+
+def _seed(seed: int, purpose: int, number: int) -> int:
+    """A seed of its own for each batch, so that no episode of a calibration or of another batch is used again."""
+    return int(np.random.SeedSequence((seed, purpose, number)).generate_state(1, np.uint32)[0])
+
+
+# -- calibration ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LimitCalibration:
+    """The largest internal limit of a grid that keeps P(episode cost > limit) <= risk; None where none was found."""
+
+    task: str
+    limit: float
+    internal_limit: float | None
+    risk: float
+    confidence: float
+    seed: int
+    episodes: int  # at each internal limit
+    tested: Sequence[
+        tuple[float, int, float]
+    ]  # internal limit, violations, p-value; in order, the last may have failed
+    grid: Sequence[float]
+
+
+def binomial_p_value(violations: int, n: int, risk: float) -> float:
+    """P(at most this many violations in n episodes) at a rate of `risk`: small where the rate must be lower."""
+    return min(1.0, stats._binomial_cdf(violations, n, risk))
+
+
+def default_grid(limit: float) -> tuple[float, ...]:
+    """Tenths of the limit."""
+    return tuple(limit * k / 10 for k in range(1, 11)) if limit > 0 else (0.0,)
+
+
+def calibrate_limit(
+    policy: EpisodePolicy,
+    task: Task | str,
+    limit: float,
+    *,
+    risk: float = 0.05,
+    confidence: float = 0.95,
+    grid: Sequence[float] | None = None,
+    episodes: int = 200,
+    seed: int = 0,
+    workers: int | None = None,
+    show: Callable[[float, int, float], None] | None = None,
+) -> LimitCalibration:
+    """Test internal limits from the lowest upward, each on `episodes` episodes, and stop at the first that fails.
+
+    The last one that passed keeps the risk with the asked confidence, whatever the distribution of costs and however
+    it changes with the limit: for a wrong choice the first limit that breaks the risk must have passed, one test.
+    """
+    check_statement(limit, risk, confidence)
+    task = get_task(task) if isinstance(task, str) else task
+    steps = sorted(set(default_grid(limit) if grid is None else map(float, grid)))
+    if not steps or steps[0] < 0 or steps[-1] > limit:
+        raise QptError(f"internal limits lie between 0 and the stated limit of {limit:g}; change the grid")
+    if policy.limit_mode != "live":
+        raise QptError(
+            f"this policy takes no limit at deployment (its limit is {policy.limit_mode}), so there is nothing to "
+            "calibrate; certify it as it is"
+        )
+    if binomial_p_value(0, episodes, risk) > 1 - confidence:
+        need = math.ceil(math.log1p(-confidence) / math.log1p(-risk))
+        raise QptError(f"{episodes} episodes a limit can never show a risk of {risk:g}; take at least {need}")
+    tested: list[tuple[float, int, float]] = []
+    chosen = None
+    for number, step in enumerate(steps):
+        violations = int((run_costs(policy, task, step, episodes, _seed(seed, 2, number), workers) > limit).sum())
+        p_value = binomial_p_value(violations, episodes, risk)
+        tested.append((step, violations, p_value))
+        if show is not None:
+            show(*tested[-1])
+        if p_value > 1 - confidence:
+            break
+        chosen = step
+    return LimitCalibration(task.name, limit, chosen, risk, confidence, seed, episodes, tested, steps)
+
+
+def store(calibration: LimitCalibration, checkpoint: str | Path) -> Path:
+    """Keep a calibration with the policy: in calibration.json, for its task and limit, in place of an earlier one."""
+    if calibration.internal_limit is None:
+        raise QptError("no internal limit passed, so there is no calibration to store")
+    folder = resolve(checkpoint)
+    entries = [e for e in _read(folder) if (e["task"], e["limit"]) != (calibration.task, calibration.limit)]
+    entries.append({**asdict(calibration), "provenance": provenance()})
+    text = {"format": FORMAT, "model_sha256": read_manifest(folder)["sha256"][MODEL], "calibrations": entries}
+    write_json(folder / FILE, text)
+    return folder / FILE
+
+
+def _read(folder: Path) -> list[dict[str, Any]]:
+    path = folder / FILE
+    if not path.exists():
+        return []
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["format"] != FORMAT:
+            raise ValueError(f"its format is {found['format']}, this version of qpt reads {FORMAT}")
+        if found["model_sha256"] != read_manifest(folder)["sha256"][MODEL]:
+            raise ValueError("it belongs to other weights")
+        entries = [dict(entry) for entry in found["calibrations"]]
+        for entry in entries:
+            entry["limit"], entry["internal_limit"] = float(entry["limit"]), float(entry["internal_limit"])
+            entry["task"] = str(entry["task"])
+        return entries
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise QptError(f"the calibration {path} cannot be used ({error}); delete it and calibrate again") from error
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise QptError(f"{path} cannot be written: {error.strerror}; choose another folder") from error
+
+
+class CalibratedPolicy:
+    """A policy that is told stated limits and gives its inner policy the calibrated ones; else it is that policy."""
+
+    def __init__(self, policy: Any, table: Mapping[float, float]) -> None:
+        self.policy, self.table = policy, dict(table)
+
+    def internal_limit(self, limit: float) -> float:
+        for stated, internal in self.table.items():
+            if math.isclose(stated, limit, rel_tol=1e-9, abs_tol=1e-12):
+                return internal
+        known = ", ".join(f"{stated:g}" for stated in sorted(self.table)) or "none"
+        raise QptError(
+            f"the policy is not calibrated for a limit of {limit:g} (it is for {known}); "
+            f"run: qpt certify --calibrate --limit {limit:g}"
+        )
+
+    def _mapped(self, limits: npt.ArrayLike | None) -> Floats | None:
+        return None if limits is None else np.asarray(np.vectorize(self.internal_limit, otypes=[float])(limits))
+
+    def reset(self, n: int = 1, *, cost_limits: npt.ArrayLike | None = None, **rest: Any) -> None:
+        self.policy.reset(n, cost_limits=self._mapped(cost_limits), **rest)
+
+    def restart(self, indices: npt.ArrayLike, *, cost_limits: npt.ArrayLike | None = None, **rest: Any) -> None:
+        self.policy.restart(indices, cost_limits=self._mapped(cost_limits), **rest)
+
+    def set_cost_limit(self, cost_limit: npt.ArrayLike, indices: npt.ArrayLike | None = None) -> None:
+        self.policy.set_cost_limit(self._mapped(cost_limit), indices)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "policy":  # not there yet: while it is copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.policy, name)
+
+
+def calibrated(policy: Any, path: str | Path | None = None, *, task: str | None = None) -> CalibratedPolicy:
+    """The policy with the calibration that lies in its checkpoint (or in the one at `path`) applied to its limits."""
+    folder = resolve(path if path is not None else policy.checkpoint)
+    name = task or policy.task
+    entries = [entry for entry in _read(folder) if entry["task"] == name]
+    if not entries:
+        raise QptError(f"{folder} has no calibration for {name}; run: qpt certify --calibrate --checkpoint {folder}")
+    return CalibratedPolicy(policy, {entry["limit"]: entry["internal_limit"] for entry in entries})

@@ -1,0 +1,354 @@
+"""Exported policies: they decide as PyTorch does, for any number of episodes, and explain themselves."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from helpers import tiny_data
+from qpt.algorithms.base import Spec, algorithm_classes
+from qpt.checkpoint import write_checkpoint
+from qpt.cli import main
+from qpt.cli.train import _parse, _RunFlags
+from qpt.errors import QptError
+from qpt.modelcard import train_command
+from qpt.nets import noise
+from qpt.policy import load_policy
+from qpt.training import TrainConfig, train
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+from qpt.export import EXPORTABLE, Export, export_policy
+from qpt.runtime import OnnxPolicy, episode_normal, episode_uniform
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "onnx_policy.py"
+TINY = {"batch_size": 16, "width": 16, "critic_width": 16, "layers": 1, "heads": 2, "context": 4, "candidates": 6}
+
+
+def trained(out: Path, algorithm: str = "qpt", steps: int = 30, **changes: Any) -> Path:
+    """A run folder after a few steps: enough that no output is constant."""
+    config_class = algorithm_classes(algorithm)[1]
+    known = config_class.__dataclass_fields__
+    method = config_class(**{k: v for k, v in {**TINY, "steps": steps, **changes}.items() if k in known})
+    settings: dict[str, Any] = {"device": "cpu", "progress": False, "threads": 1, "seed": 3}
+    train(TrainConfig(algorithm=algorithm, config=method, out=out, **settings), tiny_data())
+    return out
+
+
+# The candidates differ much and every way of choosing occurs: noise decides.
+EPISODE = {"rtg_noise": 0.5, "ctg_noise": 0.8, "selection": "constrained", "noise_mode": "episode"}
+STEP = {
+    "rtg_noise": 0.5,
+    "ctg_noise": 0.8,
+    "selection": "shield",
+    "noise_mode": "step",
+    "action_noise": 0.2,
+    "choice": "softmax",
+}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Export]:
+    """A run with noise drawn once an episode, and its export."""
+    folder = tmp_path_factory.mktemp("episode")
+    run = trained(folder / "run", **EPISODE)
+    return run, export_policy(run, folder / "out" / "policy.onnx")
+
+
+@pytest.fixture(scope="module")
+def exported_step(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Export]:
+    """A run with every kind of noise, anew at each step, and its export."""
+    folder = tmp_path_factory.mktemp("step")
+    run = trained(folder / "run", **STEP)
+    return run, export_policy(run, folder / "policy.onnx")
+
+
+def assert_same_episodes(expected: Any, got: Any, n: int, limits: Any = (2.0, 5.0, 11.0)) -> None:
+    """Both act through whole episodes on their own histories, with limits that change and rows that pause."""
+    rng = np.random.default_rng(n)
+    live = expected.limit_mode == "live"
+    for policy in (expected, got):
+        policy.reset(n, cost_limits=np.resize(limits, n), seeds=np.arange(n) - 1)
+    for step in range(expected.spec.horizon):
+        if step == 9 and live:
+            for policy in (expected, got):
+                policy.set_cost_limit(1.5, [0])
+        if step == 12:
+            for policy in (expected, got):
+                policy.restart([n - 1], seeds=[99])
+        active = rng.random(n) < 0.9
+        seen, reward, cost = rng.normal(size=(n, 3)), rng.random(n), rng.integers(0, 2, n)
+        np.testing.assert_allclose(got.act(seen, active), expected.act(seen, active), atol=1e-5, rtol=0)
+        for policy in (expected, got):
+            policy.observe(reward, cost)
+    np.testing.assert_array_equal(got.spent, expected.spent)
+    np.testing.assert_array_equal(got.return_targets, expected.return_targets)
+    assert got.diagnostics().keys() == expected.diagnostics().keys()
+    for name, values in expected.diagnostics().items():
+        np.testing.assert_allclose(got.diagnostics()[name], values, atol=1e-4, rtol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("n", [1, 3, 7])
+def test_whole_episodes_equal_pytorch(exported: tuple[Path, Export], n: int) -> None:
+    run, done = exported
+    policy = OnnxPolicy(done.graph)
+    assert policy.outputs == ["action", "fallback", "reward_q", "cost_q"]
+    assert_same_episodes(load_policy(run), policy, n)
+    # The comparison would notice: other noise and other limits lead elsewhere.
+    a, b, c = (OnnxPolicy(done.graph) for _ in range(3))
+    a.reset(n, cost_limits=5.0, seeds=np.arange(n))
+    b.reset(n, cost_limits=5.0, seeds=np.arange(n) + 1000)
+    c.reset(n, cost_limits=1.0, seeds=np.arange(n))
+    first = a.act(np.ones((n, 3)))
+    assert np.abs(first - b.act(np.ones((n, 3)))).max() > 1e-3
+    assert np.abs(first - c.act(np.ones((n, 3)))).max() > 1e-3
+
+
+@pytest.mark.parametrize("n", [1, 3, 7])
+def test_every_kind_of_noise_at_each_step_equals_pytorch(exported_step: tuple[Path, Export], n: int) -> None:
+    run, done = exported_step
+    policy = OnnxPolicy(done.graph)
+    assert [draw["size"] for draw in policy.facts["noise"]] == [12, 12, 6]
+    assert_same_episodes(load_policy(run), policy, n)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPORTABLE[1:])
+def test_other_methods_equal_pytorch(tmp_path: Path, name: str) -> None:
+    run = trained(tmp_path / "run", name, cost_limit=8.0)
+    done = export_policy(run, tmp_path / "policy.onnx")
+    policy = load_policy(run)
+    assert_same_episodes(policy, OnnxPolicy(done.graph), 3, 8.0 if policy.limit_mode == "trained" else (2.0, 11.0))
+
+
+def test_a_method_without_history_is_exported_too(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", "bc-safe", cost_limit=8.0)
+    policy = OnnxPolicy(export_policy(run, tmp_path / "policy.onnx").graph)
+    assert_same_episodes(load_policy(run), policy, 3, 8.0)
+    policy.reset(2)
+    assert policy.cost_limits.tolist() == [8.0, 8.0]
+    with pytest.raises(QptError, match="trained for a cost limit of 8"):
+        policy.set_cost_limit(3.0)
+
+
+def test_numpy_draws_the_numbers_of_pytorch() -> None:
+    seeds, steps = np.array([0, 1, -5, 2**62, 7]), np.array([0, 3, 1, 999, 3])
+    for stream in (0, 1, 2):
+        for count in (1, 2, 7):
+            a = noise.episode_uniform(torch.from_numpy(seeds), torch.from_numpy(steps), count, stream)
+            np.testing.assert_array_equal(episode_uniform(seeds, steps, count, stream), a.numpy())
+            b = noise.episode_normal(torch.from_numpy(seeds), torch.from_numpy(steps), count, stream)
+            np.testing.assert_allclose(episode_normal(seeds, steps, count, stream), b.numpy(), rtol=1e-12)
+
+
+def test_the_example_needs_numpy_and_onnxruntime_alone(exported: tuple[Path, Export]) -> None:
+    assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) < 80
+    code = (
+        f"import runpy, sys; sys.argv = ['x', {str(exported[1].graph)!r}, '9', '2']; "
+        f"runpy.run_path({str(EXAMPLE)!r}, run_name='__main__'); "
+        "print(*(m for m in ('torch', 'qpt', 'h5py', 'gymnasium') if m in sys.modules), 'end')"
+    )
+    horizon_steps = 40
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    *rows, last = done.stdout.splitlines()
+    assert last == "end"
+    assert [re.findall(r"limit (\S+)", row)[0] for row in rows] == ["9"] * 20 + ["2"] * (horizon_steps - 20)
+
+
+@pytest.mark.parametrize("which", ["exported", "exported_step"])
+def test_the_example_decides_as_the_policy(request: pytest.FixtureRequest, which: str) -> None:
+    run, done = request.getfixturevalue(which)
+    episode = example().Episode(str(done.graph), 9.0)
+    policy = OnnxPolicy(done.graph)
+    policy.reset(1, cost_limits=9.0)
+    rng = np.random.default_rng(0)
+    for step in range(load_policy(run).spec.horizon):
+        # The same numbers, in place of the example's own generator.
+        draws = iter([policy_noise(policy, draw, step) for draw in policy.facts["noise"]])
+        episode.draw = lambda _, draws=draws: next(draws)
+        episode.noise = [policy_noise(policy, draw, step) for draw in policy.facts["noise"]]
+        if step == 8:
+            episode.cost_limit = 2.0
+            policy.set_cost_limit(2.0)
+        seen, reward, cost = rng.normal(size=3), float(rng.random()), float(rng.integers(0, 2))
+        np.testing.assert_allclose(episode.act(seen)[0], policy.act(seen[None])[0], atol=1e-5)
+        episode.observe(reward, cost)
+        policy.observe([reward], [cost])
+
+
+def policy_noise(policy: OnnxPolicy, draw: dict[str, Any], step: int) -> Any:
+    kind = episode_uniform if draw["uniform"] else episode_normal
+    return kind([0], [step if draw["each_step"] else 0], draw["size"], draw["stream"])[0]
+
+
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("onnx_policy", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_runtime_does_not_import_torch(exported: tuple[Path, Export]) -> None:
+    code = (
+        "import sys, numpy as np; from qpt.runtime import OnnxPolicy; "
+        f"p = OnnxPolicy({str(exported[1].graph)!r}); p.reset(2, cost_limits=[3, 5]); print(p.act(np.zeros((2, 3))).shape); "
+        "print(*(m for m in ('torch', 'h5py', 'gymnasium', 'safetensors') if m in sys.modules), 'end')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "(2, 2)\nend\n", done.stderr
+
+
+# -- the files beside the graph ----------------------------------------------------------------------------------------
+
+
+def test_the_side_file_and_the_card_say_where_the_policy_comes_from(exported: tuple[Path, Export]) -> None:
+    run, done = exported
+    data, facts = tiny_data(), json.loads(done.side.read_text(encoding="utf-8"))
+    assert facts["provenance"]["data"]["fingerprint"] == data.fingerprint
+    assert facts["horizon"] == load_policy(run).spec.horizon
+    assert facts["return_targets"]["returns"] == list(load_policy(run).spec.frontier_returns)
+    card = done.card.read_text(encoding="utf-8")
+    for fact in (data.fingerprint, f"episodes: {len(data)}", "not evaluated", "Past the horizon", torch.__version__):
+        assert fact in card, fact
+    assert f"up to {data.episode_costs.max():.4g}" in card
+    assert done.difference <= 1e-5
+    assert done.ties == 0
+
+
+def test_the_card_shows_evaluations_of_the_checkpoint(tmp_path: Path) -> None:
+    from qpt.modelcard import _judged
+
+    rows = [{"step": 7, "limits": [{"cost_limit": 10.0, "return": 61.25, "cost": 8.5}]}]
+    assert "| 10 | 61.2 | 8.5 |" in _judged({"evaluations": rows}, None)
+    assert tmp_path.exists()
+
+
+@pytest.mark.parametrize("algorithm", ["qpt", "cdt", "caps"])
+def test_the_command_of_the_card_trains_with_the_same_config(algorithm: str) -> None:
+    config_class = algorithm_classes(algorithm)[1]
+    config = config_class.preset("paper") if algorithm != "caps" else config_class()
+    config = replace(config, steps=123, **({"augmentation": False, "betas": (0.8, 0.9)} if algorithm != "caps" else {}))
+    manifest = {
+        "algorithm": algorithm,
+        "config": json.loads(json.dumps(asdict(config))),
+        "spec": {"horizon": 77},
+        "data": {"source": "my logs/a.hdf5"},
+        "seed": 5,
+    }
+    words = shlex.split(train_command(manifest))
+    assert words[:2] == ["qpt", "train"]
+    parsed = _parse(words[2:], algorithm, "default", _RunFlags(algorithm=algorithm), config_class())
+    assert parsed.config == config
+    assert (parsed.seed, parsed.horizon, parsed.data) == (5, 77, Path("my logs/a.hdf5"))
+
+
+# -- what can go wrong -------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_three_files_and_refuses_to_overwrite(
+    exported: tuple[Path, Export], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = exported
+    out = tmp_path / "new" / "p.onnx"
+    assert main(["export", "--checkpoint", str(run), "--out", str(out), "--candidates", "1"]) == 0
+    told = capfd.readouterr()
+    assert sorted(p.name for p in out.parent.iterdir()) == ["p.json", "p.md", "p.onnx"]
+    assert told.err == ""
+    assert told.out.count("\n") == 4
+    policy = OnnxPolicy(out)
+    assert policy.facts["noise"] == []
+    assert_same_episodes(load_policy(run, candidates=1), policy, 2)
+    assert main(["export", "--checkpoint", str(run), "--out", str(out)]) == 1
+    assert "exists already" in capfd.readouterr().err
+
+
+def test_wrong_files_and_methods_get_a_sentence(exported: tuple[Path, Export], tmp_path: Path) -> None:
+    run, _ = exported
+    with pytest.raises(QptError, match=r"written as \.onnx"):
+        export_policy(run, tmp_path / "policy.pt")
+    with pytest.raises(QptError, match="neither a checkpoint nor a run"):
+        export_policy(tmp_path / "nothing", tmp_path / "policy.onnx")
+    with pytest.raises(QptError, match="no best checkpoint"):
+        export_policy(run, tmp_path / "policy.onnx", which="best")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(QptError, match="cannot be made"):
+        export_policy(run, tmp_path / "file" / "policy.onnx")
+    for name in ("fisor", "bcq-lag", "oasis"):
+        cls, config_class = algorithm_classes(name)
+        method = cls(config_class(), Spec.from_data(tiny_data()))
+        write_checkpoint(tmp_path / name, name, method, json.loads(json.dumps(asdict(method.config))), {}, {})
+        with pytest.raises(QptError, match=r"cannot be exported; these can: qpt, cdt, bc-safe"):
+            export_policy(tmp_path / name, tmp_path / "policy.onnx")
+    assert not list(tmp_path.glob("*policy*"))
+
+
+def test_damaged_exports_get_a_sentence(exported: tuple[Path, Export], tmp_path: Path) -> None:
+    graph, side = tmp_path / "policy.onnx", tmp_path / "policy.json"
+    with pytest.raises(QptError, match="side file .* cannot be read"):
+        OnnxPolicy(graph)
+    facts = exported[1].side.read_text(encoding="utf-8")
+    side.write_text(facts)
+    with pytest.raises(QptError, match="graph .* cannot be read"):
+        OnnxPolicy(graph)
+    graph.write_bytes(exported[1].graph.read_bytes()[:-100])
+    with pytest.raises(QptError, match="damaged"):
+        OnnxPolicy(graph)
+    for text, message in (
+        ("{", "not valid JSON"),
+        ("[1]", "not the side file"),
+        ('{"format": 1}', "not the side file"),
+        (facts.replace('"format": 1', '"format": 9'), "format 9"),
+    ):
+        side.write_text(text)
+        with pytest.raises(QptError, match=message):
+            OnnxPolicy(graph)
+    import hashlib
+
+    graph.write_bytes(b"not a graph")
+    right = json.loads(facts) | {"sha256": hashlib.sha256(b"not a graph").hexdigest()}
+    side.write_text(json.dumps(right))
+    with pytest.raises(QptError, match="onnxruntime cannot run"):
+        OnnxPolicy(graph)
+
+
+def test_misuse_gets_a_sentence(exported: tuple[Path, Export]) -> None:
+    policy = OnnxPolicy(exported[1].graph)
+    with pytest.raises(QptError, match="reset"):
+        policy.act(np.zeros((1, 3)))
+    with pytest.raises(QptError, match="reset"):
+        policy.set_cost_limit(1.0)
+    policy.reset(2, cost_limits=1.0)
+    with pytest.raises(QptError, match="shape"):
+        policy.act(np.zeros((1, 3)))
+    with pytest.raises(QptError, match="NaN"):
+        policy.act(np.full((2, 3), np.nan))
+    with pytest.raises(QptError, match="at least 0"):
+        policy.set_cost_limit(-1.0)
+    with pytest.raises(QptError, match="does not exist"):
+        policy.restart([2])
+    for _ in range(policy.horizon):
+        policy.act(np.zeros((2, 3)))
+        with pytest.raises(QptError, match="observe"):
+            policy.act(np.zeros((2, 3)))
+        policy.observe([0, 0], [0, 0])
+    with pytest.raises(QptError, match="no decision"):
+        policy.observe([0, 0], [0, 0])
+    with pytest.raises(QptError, match="past the horizon"):
+        policy.act(np.zeros((2, 3)))
