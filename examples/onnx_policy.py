@@ -64,8 +64,8 @@ def plant(state, action):
 
 
 if __name__ == "__main__":
-    episode, steps = Episode(sys.argv[1], cost_limit=float(sys.argv[2])), 40
-    state = np.zeros(episode.facts["observation_dim"])
+    episode = Episode(sys.argv[1], cost_limit=float(sys.argv[2]))
+    steps, state = min(40, episode.facts["horizon"]), np.zeros(episode.facts["observation_dim"])
     for step in range(steps):
         if step == steps // 2:
             episode.cost_limit = float(sys.argv[3])

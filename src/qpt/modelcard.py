@@ -46,8 +46,8 @@ def model_card(manifest: dict[str, Any], facts: dict[str, Any], parity: str, epi
             f"- **Limits outside the data.** Episodes on the data's frontier cost {low:.4g} and more, and none costs "
             f"above {high:.4g}. Below the first, no logged episode shows how to keep the limit; above the second, "
             "a larger limit brings nothing.",
-            f"- **Past the horizon.** After {facts['horizon']} steps it refuses to act or, if asked to go on, acts as at "
-            "the last step: neither its targets nor its critics mean anything there.",
+            f"- **Past the horizon.** After {facts['horizon']} steps it refuses to act or, if asked to go on, acts as "
+            "at the last step: neither its targets nor its critics mean anything there.",
             "- **Observations unlike the logged ones.** Its estimates are of what was logged; nothing warns of new "
             "situations. Units, order and scaling of observations must be those of the data.",
             "- **A limit is an aim, not a guarantee.** The share of episodes that kept it stands above, if measured.",

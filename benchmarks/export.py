@@ -1,0 +1,78 @@
+"""Time of one decision, PyTorch and onnxruntime: `python benchmarks/export.py [--candidates 1 50] [--episodes 1 16]`.
+
+A QPT of the default size (or that of --checkpoint), one thread each; medians of --runs decisions within an episode.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from qpt.algorithms.base import Spec
+from qpt.algorithms.qpt import QPT, QPTConfig
+from qpt.checkpoint import write_checkpoint
+from qpt.data import load_dataset
+from qpt.export import export_policy
+from qpt.policy import load_policy
+from qpt.runtime import OnnxPolicy
+
+
+def milliseconds(policy: Any, n: int, runs: int) -> tuple[float, float]:
+    """Median and 99th percentile of `act`, bookkeeping included, once the window is full."""
+    rng = np.random.default_rng(0)
+    policy.reset(n, cost_limits=20.0, seeds=np.arange(n))
+    times = []
+    for step in range(runs + 20):
+        seen = rng.normal(size=(n, policy.observation_dim))
+        began = time.perf_counter()
+        policy.act(seen)
+        times.append(1000 * (time.perf_counter() - began))
+        policy.observe(np.ones(n), np.zeros(n))
+        if step % 150 == 149:
+            policy.restart(np.arange(n))
+    kept = times[20:]
+    return statistics.median(kept), float(np.quantile(kept, 0.99))
+
+
+def untrained(folder: Path, mode: str) -> Path:
+    """A checkpoint of the default size: weights do not change the time."""
+    method = QPT(QPTConfig(noise_mode=mode), Spec.from_data(load_dataset("embedded:ballcircle")))  # type: ignore[arg-type]
+    return write_checkpoint(folder / mode, "qpt", method, asdict(method.config), {}, {})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--candidates", type=int, nargs="+", default=[1, 10, 50])
+    parser.add_argument("--episodes", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--runs", type=int, default=200)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print("| noise | candidates | episodes | PyTorch ms (p99) | onnxruntime ms (p99) | ratio | graph MB |")
+    print("|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as scratch:
+        for mode in ("episode", "step"):
+            run = args.checkpoint or untrained(Path(scratch), mode)
+            for count in args.candidates:
+                settings = {"candidates": count, "noise_mode": mode}
+                done = export_policy(run, Path(scratch) / f"{mode}-{count}.onnx", **settings)
+                size = done.graph.stat().st_size / 1e6
+                for n in args.episodes:
+                    a, a99 = milliseconds(load_policy(run, **settings), n, args.runs)
+                    b, b99 = milliseconds(OnnxPolicy(done.graph), n, args.runs)
+                    row = (
+                        f"{mode} | {count} | {n} | {a:.2f} ({a99:.2f}) | {b:.2f} ({b99:.2f}) | {a / b:.1f} | {size:.1f}"
+                    )
+                    print(f"| {row} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
