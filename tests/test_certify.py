@@ -15,27 +15,23 @@ import pytest
 from scipy.stats import beta, binom
 
 import qpt.certify as room
-from qpt.certify import (
-    CalibratedPolicy,
-    binomial_p_value,
-    boundaries,
-    bounds,
-    calibrate_limit,
-    calibrated,
-    certify,
-    decide,
-    foretell,
-    least_episodes,
-    log_evidence_above,
-    log_evidence_below,
-    store,
-)
+from qpt.certify import CalibratedPolicy, binomial_p_value, calibrate_limit, calibrated, certify, store
 from qpt.checkpoint import resolve
 from qpt.cli import main
 from qpt.envs.toy import OraclePolicy, Toy, tradeoff
 from qpt.errors import QptError
 from qpt.evaluation import CallablePolicy, RandomPolicy, evaluate
 from qpt.policy import load_policy
+from qpt.sequential import (
+    SHARES,
+    boundaries,
+    bounds,
+    decide,
+    foretell,
+    least_episodes,
+    log_evidence_above,
+    log_evidence_below,
+)
 from qpt.tasks import register_task
 
 
@@ -76,7 +72,7 @@ def plain_evidence(flags: list[bool], rate: float, alternatives: Any) -> float:
 @pytest.mark.parametrize("rate", [0.03, 0.2, 0.7])
 def test_evidence_is_a_product_of_likelihood_ratios(rate: float) -> None:
     flags = (np.random.default_rng(0).random(40) < 0.15).tolist()
-    below, above = room.SHARES * rate, 1 - (1 - room.SHARES) * (1 - rate)
+    below, above = SHARES * rate, 1 - (1 - SHARES) * (1 - rate)
     assert (below < rate).all()
     assert (above > rate).all()
     assert log_evidence_below(sum(flags), 40, rate) == pytest.approx(math.log(plain_evidence(flags, rate, below)))

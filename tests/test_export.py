@@ -23,6 +23,7 @@ from qpt.algorithms.base import Spec, algorithm_classes
 from qpt.checkpoint import write_checkpoint
 from qpt.cli import main
 from qpt.cli.train import _parse, _RunFlags
+from qpt.episodes import Episodes
 from qpt.errors import QptError
 from qpt.modelcard import _judged, train_command
 from qpt.nets import noise
@@ -188,9 +189,9 @@ def test_the_example_decides_as_the_policy(request: pytest.FixtureRequest, which
     rng = np.random.default_rng(0)
     for step in range(load_policy(run).spec.horizon):
         # The same numbers, in place of the example's own generator.
-        draws = iter([numbers(draw, step) for draw in policy.facts["noise"]])
+        draws = iter([drawn(draw, step) for draw in policy.facts["noise"]])
         episode.draw = lambda _, draws=draws: next(draws)
-        episode.noise = [numbers(draw, step) for draw in policy.facts["noise"]]
+        episode.noise = [drawn(draw, step) for draw in policy.facts["noise"]]
         if step == 8:
             episode.cost_limit = 2.0
             policy.set_cost_limit(2.0)
@@ -200,7 +201,7 @@ def test_the_example_decides_as_the_policy(request: pytest.FixtureRequest, which
         policy.observe([reward], [cost])
 
 
-def numbers(draw: dict[str, Any], step: int) -> Any:
+def drawn(draw: dict[str, Any], step: int) -> Any:
     kind = episode_uniform if draw["uniform"] else episode_normal
     return kind([0], [step if draw["each_step"] else 0], draw["size"], draw["stream"])[0]
 
@@ -245,6 +246,26 @@ def test_the_side_file_and_the_card_say_where_the_policy_comes_from(exported: tu
 def test_the_card_shows_evaluations_of_the_checkpoint() -> None:
     rows = [{"step": 7, "limits": [{"cost_limit": 10.0, "return": 61.25, "cost": 8.5}]}]
     assert "| 10 | 61.2 | 8.5 |" in _judged({"evaluations": rows}, None)
+
+
+def episodes_of(checkpoint: str) -> Episodes:
+    """Four made-up episodes at a limit of 10, with costs of 6, 8, 10 and 12."""
+    names = {"task": "T", "algorithm": "qpt", "checkpoint": checkpoint, "ended_by": "timeout"}
+    numbers = {"cost_limit": 10.0, "fallback_share": 0.0, "normalized_return": 0.5, "normalized_cost": 0.9}
+    columns: dict[str, Any] = {k: np.full(4, v) for k, v in {**names, **numbers}.items()}
+    columns |= {k: np.arange(4) for k in ("seed", "episode", "lengths")}
+    return Episodes(**columns, returns=np.array([1.0, 2.0, 3.0, 4.0]), costs=np.array([6.0, 8.0, 10.0, 12.0]))
+
+
+def test_the_card_shows_evaluated_episodes_of_this_checkpoint_alone(
+    exported: tuple[Path, Export], tmp_path: Path
+) -> None:
+    (row,) = [line for line in _judged({}, episodes_of("x")) if line.startswith("| 10 ")]
+    assert row.startswith("| 10 | 4 | 2.5 [")
+    assert "| 9.0 [" in row
+    assert "| 0.75 [" in row
+    with pytest.raises(QptError, match="not those of the checkpoint step-000000030"):
+        export_policy(exported[0], tmp_path / "policy.onnx", episodes=episodes_of("runs/a/checkpoints/step-000000031"))
 
 
 @pytest.mark.parametrize("algorithm", ["qpt", "cdt", "caps"])

@@ -76,6 +76,11 @@ def export_policy(
             f"{manifest['algorithm']} draws noise of its own as it acts and cannot be exported; "
             f"these can: {', '.join(EXPORTABLE)}"
         )
+    if episodes is not None and {Path(name).name for name in episodes.checkpoint.tolist()} != {folder.name}:
+        raise QptError(
+            f"the episodes are not those of the checkpoint {folder.name}; "
+            "evaluate the one that is exported, or leave out --episodes"
+        )
     policy = load_policy(folder, **settings)
     graph = to_onnx(policy)
     facts = side_file(policy, manifest, folder, graph)

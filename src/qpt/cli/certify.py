@@ -18,7 +18,6 @@ from rich.table import Table
 
 from qpt.certify import (
     Certificate,
-    Forecast,
     LimitCalibration,
     assumed_rates,
     calibrate_limit,
@@ -26,13 +25,12 @@ from qpt.certify import (
     certify,
     check_statement,
     default_grid,
-    foretell,
-    least_episodes,
     store,
     write_json,
 )
 from qpt.cli.run import run
 from qpt.errors import QptError
+from qpt.sequential import Forecast, foretell, least_episodes
 from qpt.tasks import get_task
 
 EXIT = {"accepted": 0, "rejected": 3, "undecided": 4}  # 1 and 2 are errors, as everywhere
