@@ -154,6 +154,9 @@ def test_the_parity_check_notices_other_weights(exported: tuple[Path, Export]) -
     with torch.no_grad():
         policy.method.state_dict()["head.bias"].add_(1e-3)
     assert parity(policy, graph)[0] > 1e-4
+    with torch.no_grad():
+        policy.method.state_dict()["head.bias"].fill_(float("nan"))
+    assert np.isnan(parity(policy, graph)[0])
 
 
 def test_numpy_draws_the_numbers_of_pytorch() -> None:
@@ -348,11 +351,30 @@ def test_damaged_exports_get_a_sentence(exported: tuple[Path, Export], tmp_path:
         side.write_text(text)
         with pytest.raises(QptError, match=message):
             OnnxPolicy(graph)
+    graph.write_bytes(exported[1].graph.read_bytes())
+    OnnxPolicy(damage(facts, side)).reset(1, cost_limits=1.0)
+    for changes in (
+        {"context": "x"},
+        {"context": 3},
+        {"action_dim": 0},
+        {"noise": "x"},
+        {"noise": [{"size": 5, "stream": 0, "uniform": False, "each_step": True}]},
+        {"return_targets": {"costs": [1.0], "returns": [], "between": "previous", "factor": 1.0}},
+        {"return_targets": {"costs": [1.0]}},
+    ):
+        with pytest.raises(QptError, match="damaged"):
+            OnnxPolicy(damage(facts, side, **changes))
     graph.write_bytes(b"not a graph")
     right = json.loads(facts) | {"sha256": hashlib.sha256(b"not a graph").hexdigest()}
     side.write_text(json.dumps(right))
     with pytest.raises(QptError, match="onnxruntime cannot run"):
         OnnxPolicy(graph)
+
+
+def damage(facts: str, side: Path, **changes: Any) -> Path:
+    """Write the side file with other entries; the path of its graph."""
+    side.write_text(json.dumps(json.loads(facts) | changes))
+    return side.with_suffix(".onnx")
 
 
 def test_misuse_gets_a_sentence(exported: tuple[Path, Export]) -> None:

@@ -295,6 +295,16 @@ def read_facts(path: Path) -> dict[str, Any]:
         raise QptError(
             f"the export {side} has format {facts.get('format')}, this version of qpt runs {FORMAT}; export it again"
         )
+    try:
+        sizes = [int(facts[name]) for name in ("observation_dim", "action_dim", "context", "horizon")]
+        noise(facts["noise"], [0], np.zeros(1, np.int64))
+        table = facts["return_targets"]
+        sound = min(sizes) > 0 and (table is None or len(table["costs"]) == len(table["returns"]) > 0)
+        sound = sound and (table is None or bool(np.isfinite(suggest_returns(table, np.zeros(1))).all()))
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, MemoryError):
+        sound = False
+    if not sound:
+        raise QptError(f"the side file {side} is damaged; copy it anew, or export the policy again")
     return facts
 
 
@@ -312,6 +322,12 @@ def _session(path: Path, facts: dict[str, Any], threads: int) -> Any:
     options.intra_op_num_threads = threads  # small matrices gain nothing from more
     options.log_severity_level = 3
     try:
-        return ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+        session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime has many kinds
         raise QptError(f"onnxruntime cannot run {path}: {str(error).splitlines()[0]}") from error
+    shapes = {x.name: x.shape[1:] for x in session.get_inputs()}
+    k, width = facts["context"], sum(draw["size"] for draw in facts["noise"])
+    wanted = {"observations": [k, facts["observation_dim"]], "actions": [k, facts["action_dim"]], "noise": [width]}
+    if any(shapes[name] != wanted[name] for name in shapes.keys() & wanted.keys()):
+        raise QptError(f"the side file of {path} is damaged: its sizes are not the graph's; export the policy again")
+    return session
