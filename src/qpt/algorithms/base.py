@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qpt.data.sampling import Sampler
+from qpt.data.augment import augment
+from qpt.data.sampling import Sampler, WindowSampler
 from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError
 from qpt.tasks import Augmentation, Task
@@ -177,6 +178,31 @@ def config_from(config_class: type, values: dict[str, Any]) -> Any:
     if unknown:
         raise QptError(f"{config_class.__name__} has no field {', '.join(sorted(unknown))}")
     return config_class(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+def relabelled_windows(config: Any, spec: Spec, data: Trajectories, device: torch.device, seed: int) -> WindowSampler:
+    """The windows of the sequence methods: logged and, where configured, relabelled episodes."""
+    relabelled = None
+    if config.augmentation:
+        relabelled = augment(
+            data,
+            rule=config.augmentation_rule,
+            fraction=config.augmentation_fraction,
+            max_reward=spec.augmentation.max_reward,
+            degree=spec.augmentation.degree,
+            max_reward_decrease=spec.augmentation.max_reward_decrease,
+            seed=seed,
+        )
+    return WindowSampler(
+        data,
+        config.batch_size,
+        config.context,
+        relabelled=relabelled,
+        weighting=config.weighting,
+        cost_ceiling=config.cost_ceiling,
+        device=device,
+        seed=seed,
+    )
 
 
 # -- little tools ------------------------------------------------------------------------------------------------------

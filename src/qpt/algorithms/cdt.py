@@ -23,8 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qpt.algorithms.base import Context, Decision, LimitMode, Spec, adam, descend, masked_mean
-from qpt.data.augment import augment
+from qpt.algorithms.base import Context, Decision, LimitMode, Spec, adam, descend, masked_mean, relabelled_windows
 from qpt.data.sampling import Weighting, WindowBatch, WindowSampler
 from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError
@@ -183,28 +182,7 @@ class CDT(nn.Module):
     # -- data ----------------------------------------------------------------------------------------------------------
 
     def make_sampler(self, data: Trajectories, device: torch.device, seed: int) -> WindowSampler:
-        c, a = self.config, self.spec.augmentation
-        relabelled = None
-        if c.augmentation:
-            relabelled = augment(
-                data,
-                rule=c.augmentation_rule,
-                fraction=c.augmentation_fraction,
-                max_reward=a.max_reward,
-                degree=a.degree,
-                max_reward_decrease=a.max_reward_decrease,
-                seed=seed,
-            )
-        return WindowSampler(
-            data,
-            c.batch_size,
-            c.context,
-            relabelled=relabelled,
-            weighting=c.weighting,
-            cost_ceiling=c.cost_ceiling,
-            device=device,
-            seed=seed,
-        )
+        return relabelled_windows(self.config, self.spec, data, device, seed)
 
     def suggest_return(self, cost_limit: float) -> float:
         """The return target that belongs to a limit; beyond the published pairs, that of the nearest one."""

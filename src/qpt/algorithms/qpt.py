@@ -22,11 +22,11 @@ from qpt.algorithms.base import (
     descend,
     frozen_copy,
     masked_mean,
+    relabelled_windows,
     soft_update,
 )
 from qpt.algorithms.qpt_config import QPTConfig, Reduction
 from qpt.algorithms.targets import expectile_loss, n_step_targets
-from qpt.data.augment import augment
 from qpt.data.sampling import WindowBatch, WindowSampler
 from qpt.data.trajectories import Trajectories
 from qpt.nets.mlp import StackedMLP
@@ -100,28 +100,7 @@ class QPT(nn.Module):
     # -- data ----------------------------------------------------------------------------------------------------------
 
     def make_sampler(self, data: Trajectories, device: torch.device, seed: int) -> WindowSampler:
-        c, a = self.config, self.spec.augmentation
-        relabelled = None
-        if c.augmentation:
-            relabelled = augment(
-                data,
-                rule=c.augmentation_rule,
-                fraction=c.augmentation_fraction,
-                max_reward=a.max_reward,
-                degree=a.degree,
-                max_reward_decrease=a.max_reward_decrease,
-                seed=seed,
-            )
-        return WindowSampler(
-            data,
-            c.batch_size,
-            c.context,
-            relabelled=relabelled,
-            weighting=c.weighting,
-            cost_ceiling=c.cost_ceiling,
-            device=device,
-            seed=seed,
-        )
+        return relabelled_windows(self.config, self.spec, data, device, seed)
 
     # -- networks ------------------------------------------------------------------------------------------------------
 
