@@ -83,7 +83,7 @@ class QPTConfig:
     """Factor of rewards in the critics; None: 10 / the mean return-to-go of the data."""
     critic_cost_scale: float | None = None
     """Factor of costs in the critics; None: 10 / the mean cost-to-go of the data."""
-    clamp_cost: bool = False
+    clamp_cost: bool = True
     """Keep bootstrapped costs at or above 0."""
 
     # -- the objective
