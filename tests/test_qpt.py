@@ -55,6 +55,7 @@ def test_paper_critic_loss_equals_its_equation() -> None:
         budget_critics=False,
         time_critics=False,
         n_step=None,
+        clamp_cost=False,
         cost_reduction="min",
         discount=0.97,
         cost_discount=0.97,
