@@ -22,9 +22,10 @@ from qpt.cli import main
 from qpt.collect import collect, grid_filter, plans, record_policy
 from qpt.collect.collection import own_task
 from qpt.collect.filter import BINS, TOP, cells
-from qpt.collect.ppo import Learner, Multiplier, Settings, gae, loss_gradient, shapes, views
+from qpt.collect.ppo import Batch, Learner, Multiplier, Settings, gae, loss_gradient, shapes, views
 from qpt.collect.recorder import play
 from qpt.collect.runner import run
+from qpt.collect.schedules import Penalty
 from qpt.collect.spool import chunks, gather, read_chunk, summary
 from qpt.collect.workers import run_all
 from qpt.data import read
@@ -159,6 +160,72 @@ def test_ppo_learns_a_trivial_task_and_keeps_a_limit(tmp_path: Path) -> None:
     assert ends[0.02]["return"] > -7.5
 
 
+class Sped(Target):
+    """Reports how hard it was pushed, as two components of a speed."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        *rest, info = super().step(action)
+        push = float(action[0])
+        return (*rest, {**info, "along": 0.6 * push, "across": 0.8 * push})  # type: ignore[return-value]
+
+
+def test_penalty_grows_above_a_value_that_moves_with_the_run() -> None:
+    penalty = Penalty(("v",), 2.0, ((0.0, 3.0), (0.5, 1.0)))
+    for share, above in ((0.0, 3.0), (0.25, 2.0), (0.5, 1.0), (1.0, 1.0)):
+        sizes = np.array([0.0, 0.9, 1.5, 2.5, 4.0])
+        expected = [2.0 * (x - above) if x > above else 0.0 for x in sizes]
+        np.testing.assert_allclose(penalty.at(share, sizes), expected)
+
+
+def test_penalty_changes_what_is_learned_and_not_what_is_recorded(tmp_path: Path) -> None:
+    task = Task(name="Sped", env_factory=Sped, horizon=20, cost_max=20.0)
+    ends: dict[float, float] = {}
+    for weight in (0.0, 20.0):
+        table = tmp_path / "s.toml"
+        table.write_text(
+            "[Sped]\nsteps = 15000\nbatch = 1000\nhidden = 32\ngamma = 0.9\nruns = [{ limits = [[0, 1]], "
+            f'penalty = {{ of = ["along", "across"], weight = {weight}, above = [[0, 0.3]] }} }}]\n'
+        )
+        (plan,) = plans("Sped", 20.0, file=table)
+        folder = tmp_path / str(weight)
+        run(task, plan, 20.0, folder, lambda _: None)
+        data = gather([folder])
+        late = data.select(np.flatnonzero(np.array(data.info["iteration"]) > 10))
+        np.testing.assert_allclose(  # the environment's own rewards
+            late.rewards, -np.abs(late.actions - late.observations)[:, 0], atol=1e-6
+        )
+        calm = late.select(np.array(late.info["mean_action"], bool))
+        ends[weight] = float((np.abs(calm.actions) > 0.4).mean())
+    assert ends[0.0] > 0.45  # 0.6 of the best actions
+    assert ends[20.0] < 0.15
+
+
+def test_penalty_on_what_is_not_reported_is_told() -> None:
+    env = make_env(Task(name="Sped", env_factory=Sped, horizon=20))
+    size = play([env], 1, 20, lambda o: 0 * o + 0.5, np.ones(1, np.float32), np.random.default_rng(0), {}, ("along",))
+    np.testing.assert_allclose(size.watched, 0.3)
+    with pytest.raises(QptError, match="penalty is on spin, but the info of Sped has the numbers across, along, cost"):
+        play([env], 1, 20, lambda o: o, np.ones(1, np.float32), np.random.default_rng(0), {}, ("spin",))
+
+
+def test_learning_rate_falls_to_its_last_share() -> None:
+    moved = {}
+    for share in (0.0, 0.5, 1.0):
+        learner = Learner(Settings(hidden=8, last_rate=0.2, minibatch=40, epochs=1), 3, 2, 1.0)
+        learner.initialise(np.random.default_rng(1))
+        before = learner.flat.copy()
+        draw = np.random.default_rng(2).standard_normal
+        ends = np.arange(40) % 10 == 9
+        batch = Batch(
+            draw((40, 3)).astype(np.float32), draw((40, 2)).astype(np.float32), draw(40), np.abs(draw(40)),
+            np.zeros(40, bool), ends, draw((4, 3)).astype(np.float32),
+        )  # fmt: skip
+        learner.update(batch, 0.0, 1.0, 1.0, np.random.default_rng(3), share)
+        moved[share] = np.abs(learner.flat - before).max()
+    assert moved[0.5] == pytest.approx(0.6 * moved[0.0], rel=0.02)
+    assert moved[1.0] == pytest.approx(0.2 * moved[0.0], rel=0.02)
+
+
 # -- the filter --------------------------------------------------------------------------------------------------------
 
 
@@ -273,6 +340,19 @@ def test_recorded_episodes_play_again_from_their_seeds(tmp_path: Path, schedule:
             _, reward, _, _, info = env.step(data.actions[t])
             assert np.float32(reward) == data.rewards[t]
             assert np.float32(info["cost"]) == data.costs[t]
+
+
+def test_the_chosen_are_gathered_as_from_all(tmp_path: Path, schedule: Path) -> None:
+    todo = plans(TOY.name, CAP, steps=4000, runs=2, file=schedule)
+    folders = [tmp_path / "0", tmp_path / "1"]
+    run_all(TOY, todo, CAP, folders, 0, lambda *_: None)
+    everything = gather(folders)
+    assert [row[0] for folder in folders for row in summary(folder)] == everything.returns.tolist()
+    index = np.sort(np.random.default_rng(0).choice(len(everything), 25, replace=False))
+    chosen = gather(folders, index)
+    assert chosen.fingerprint == everything.select(index).fingerprint
+    for key in ("env_seed", "mean_action", "run", "iteration"):
+        assert chosen.info[key] == [everything.info[key][i] for i in index]
 
 
 def test_interrupted_anywhere_nothing_is_lost_and_the_result_is_the_same(tmp_path: Path, schedule: Path) -> None:
@@ -474,6 +554,11 @@ def test_what_exists_is_not_overwritten(tmp_path: Path, schedule: Path, capsys: 
         ("[default]\nruns = [{ limits = [[0, -1]] }]\n", "rising shares"),
         ("[default]\nspeed = 1\nruns = [{ limits = [[0, 1]] }]\n", "unknown keys: speed"),
         ("[default]\ngamma = 'x'\nruns = [{ limits = [[0, 1]] }]\n", "gamma of"),
+        ("[default]\npenalty = 1\nruns = [{ limits = [[0, 1]] }]\n", "must look like"),
+        (
+            "[default]\nruns = [{ limits = [[0, 1]], penalty = { of = ['v'], weight = 1, above = 2 } }]\n",
+            "above, of the penalty of .* rising shares",
+        ),
         ("[default\n", "not valid TOML"),
     ],
 )

@@ -75,6 +75,14 @@ class NoisyPolicy:
         return {"fallback_share": self.steps / 100}
 
 
+class ForkingPolicy(NoisyPolicy):
+    """The same in two batches; both note the shapes they were asked for in `calls`."""
+
+    def fork(self) -> ForkingPolicy:
+        self.other = ForkingPolicy()
+        return self.other
+
+
 def rows(episodes: Episodes) -> dict[str, list[Any]]:
     return {name: getattr(episodes, name).tolist() for name in _COLUMNS}
 
@@ -140,12 +148,72 @@ def test_seeds_pair_the_limits_and_part_the_evaluations() -> None:
     assert noise.returns[:6].tolist() != noise.returns[6:].tolist()
 
 
+def test_two_batches_give_the_rows_of_one() -> None:
+    slots = 9
+    arguments: dict[str, Any] = {"episodes": 13, "cost_limits": (3, 9), "slots": slots}
+    one = evaluate(NoisyPolicy(), walk_task(), workers=0, **arguments)
+    results = []
+    for workers in (0, 1, 2, 3):
+        policy = ForkingPolicy()
+        results.append(evaluate(policy, walk_task(), workers=workers, record=True, **arguments))
+        assert {n for n, _ in policy.calls} == {slots // 2}  # of constant shape, too
+        assert {n for n, _ in policy.other.calls} == {slots - slots // 2}
+    assert one.provenance["batches"] == 1
+    assert all(result.provenance["batches"] == 2 for result in results)
+    assert all(rows(result) == rows(results[0]) for result in results)
+    assert results[0].returns == pytest.approx(one.returns, rel=1e-4, abs=1e-4)
+    assert results[0].lengths.tolist() == one.lengths.tolist()
+    for result in results:
+        assert result.trajectories is not None
+        assert result.trajectories.returns == pytest.approx(result.returns, rel=1e-5, abs=1e-5)
+        assert result.trajectories.lengths.tolist() == result.lengths.tolist()
+
+
+def test_simulators_step_one_batch_while_the_policy_decides_for_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in ("send", "receive"):
+        bare = getattr(EnvPool, name)
+        monkeypatch.setattr(
+            EnvPool,
+            name,
+            lambda pool, group, name=name, bare=bare: calls.append(f"{name} {group}") or bare(pool, group),
+        )
+    still = CallablePolicy(lambda observations: calls.append("act") or np.zeros((len(observations), 2)))
+    evaluate(still, walk_task(horizon=3), episodes=8, workers=2)
+    assert calls[:2] == ["send 0", "send 1"]  # resets
+    for i, call in enumerate(calls):
+        if call == "act":
+            mine = calls[i + 1][-1]
+            others = [c for c in calls[:i] if c[-1] == str(1 - int(mine))]
+            assert others[-1].startswith("send")  # it was asked for and has not been waited for
+    assert calls.count("act") == 2 * 3
+
+
+def test_a_wrapper_that_passes_attributes_on_is_not_forked_past() -> None:
+    class Wrapper:
+        def __init__(self, policy: Any) -> None:
+            self.policy = policy
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.policy, name)
+
+        def act(self, observations: Any, active: Any) -> Any:
+            return 0 * self.policy.act(observations, active)
+
+    wrapped = evaluate(Wrapper(ForkingPolicy()), walk_task(), episodes=9, workers=0)
+    still = evaluate(ConstantPolicy([0, 0]), walk_task(), episodes=9, workers=0)
+    assert wrapped.returns.tolist() == still.returns.tolist()
+
+
 @pytest.mark.parametrize("kind", ["die", "hang", "raise"])
-def test_a_failing_worker_changes_no_row(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("Kind", [NoisyPolicy, ForkingPolicy])
+def test_a_failing_worker_changes_no_row(
+    Kind: type[NoisyPolicy], kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     arguments: dict[str, Any] = {"episodes": 12, "cost_limits": (3, 9), "workers": 2, "slots": 9}
-    expected = evaluate(NoisyPolicy(), walk_task(), **arguments)
+    expected = evaluate(Kind(), walk_task(), **arguments)
     task = walk_task(partial(once, kind, str(tmp_path)))
-    found = evaluate(NoisyPolicy(), task, **arguments, step_timeout=1.0, record=True)
+    found = evaluate(Kind(), task, **arguments, step_timeout=1.0, record=True)
     assert rows(found) == rows(expected)
     (incident,) = found.provenance["incidents"]
     assert "Walk" in incident
@@ -156,19 +224,20 @@ def test_a_failing_worker_changes_no_row(kind: str, tmp_path: Path, caplog: pyte
     assert found.trajectories.lengths.tolist() == expected.lengths.tolist()  # no lost step was recorded
 
 
-def test_workers_killed_from_outside_change_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("Kind", [NoisyPolicy, ForkingPolicy])
+def test_workers_killed_from_outside_change_no_row(Kind: type[NoisyPolicy], monkeypatch: pytest.MonkeyPatch) -> None:
     arguments: dict[str, Any] = {"episodes": 20, "cost_limits": (3,), "workers": 2, "slots": 8}
-    expected = evaluate(NoisyPolicy(), walk_task(), **arguments)
-    exchange, ticks = EnvPool.exchange, []
+    expected = evaluate(Kind(), walk_task(), **arguments)
+    send, ticks = EnvPool.send, []
 
-    def with_blows(pool: EnvPool, *args: Any) -> Any:
+    def with_blows(pool: EnvPool, group: int) -> None:
         ticks.append(1)
         if len(ticks) in (3, 20, 21):
             os.kill(pool.pids()[len(ticks) % 2], signal.SIGKILL)
-        return exchange(pool, *args)
+        send(pool, group)
 
-    monkeypatch.setattr(EnvPool, "exchange", with_blows)
-    found = evaluate(NoisyPolicy(), walk_task(), **arguments)
+    monkeypatch.setattr(EnvPool, "send", with_blows)
+    found = evaluate(Kind(), walk_task(), **arguments)
     assert rows(found) == rows(expected)
     assert len(found.provenance["incidents"]) == 3
 
@@ -278,8 +347,8 @@ def test_wrong_arguments_get_one_sentence() -> None:
 
 
 def test_slots_that_are_freed_are_taken_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    exchange, ticks = EnvPool.exchange, []
-    monkeypatch.setattr(EnvPool, "exchange", lambda *args: ticks.append(1) or exchange(*args))
+    send, ticks = EnvPool.send, []
+    monkeypatch.setattr(EnvPool, "send", lambda *args: ticks.append(1) or send(*args))
     slots = 5
     lengths = evaluate(RandomPolicy(2), walk_task(), episodes=23, workers=0, slots=slots).lengths
     assert len(set(lengths)) > 5

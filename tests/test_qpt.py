@@ -185,6 +185,51 @@ def test_budget_critics_learn_only_from_what_fits_the_budget() -> None:
     assert metrics["critic/reward_loss"].item() == pytest.approx(total / count, rel=1e-9)
 
 
+@pytest.mark.parametrize("penalty", [0.05, 0.4])
+def test_an_action_that_does_not_fit_is_worth_less_than_its_state(penalty: float) -> None:
+    """With critics at 0, the value of reward at 1.3 and that of cost at 0: the loss is the mean squared target."""
+    method, batch = make(n_step=1, budget_margin=0.25, unfit_penalty=penalty)
+    for stack in (method.values, method.reward_critics):
+        for parameter in stack.parameters():
+            parameter.data.zero_()
+    method.values.biases[-1].data[0] = 1.3
+    draw = torch.linspace(0, 1.5, len(batch.rewards)).double()
+    _, metrics = method.critic_loss(batch, draw)
+    targets, unfit, left_out = [], 0, 0
+    for b in range(len(batch.rewards)):
+        length = int(batch.mask[b].sum())
+        ends = bool(batch.terminals[b, length - 1]) or bool(batch.timeouts[b, length - 1])
+        budget = draw[b].item()
+        for m in range(length if ends else length - 1):
+            cost = batch.costs[b, m].item()
+            follows = 0.0 if ends and m == length - 1 else 1.3
+            if cost <= budget + 0.25:
+                targets.append(batch.rewards[b, m].item() * method.reward_scale + follows)
+            elif budget >= 0:
+                targets.append(1.3 - penalty * method.spec.mean_return_to_go * method.reward_scale)
+                unfit += 1
+            else:
+                left_out += 1
+            budget -= cost
+    assert unfit > 0
+    assert left_out > 0
+    assert metrics["critic/reward_loss"].item() == pytest.approx(2 * np.mean(np.square(targets)), rel=1e-9)
+
+
+def test_learning_rates_fall_to_0_at_the_end() -> None:
+    method, batch = make(steps=10, decay=0.5, warmup=2, lr=1e-3, critic_lr=2e-3)
+    method = method.float()
+    method.make_optimizers()
+    batch = WindowBatch(*(x.float() if x.is_floating_point() else x for x in batch))
+    rates = []
+    for _ in range(12):  # two beyond the end
+        method.update(batch)
+        rates.append([method.optimizers[name].param_groups[0]["lr"].item() for name in ("policy", "critics")])
+    left = [min(max((10 - i) / 5, 0.0), 1.0) for i in range(12)]
+    expected = [(1e-3 * min((i + 1) / 2, 1.0) * part, 2e-3 * part) for i, part in enumerate(left)]
+    np.testing.assert_allclose(rates, expected, rtol=1e-5)
+
+
 def test_cost_critics_do_not_see_the_budget() -> None:
     method, batch = make(budget_critics=True, time_critics=True, bootstrap="expectile")
     reward_a, cost_a = method.features(batch.observations, batch.cost_to_go, batch.steps)
@@ -263,10 +308,17 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
         if c.budget_critics:
             parts.append(context.cost_to_go[row, n - 1 : n].clamp(min=0) * 4 / max(method.spec.cost_max, 1.0))
             blind.append(torch.zeros(1).double())
-        x, y = torch.cat([*parts, action]), torch.cat([*blind, action])
-        qr = min(mlp(method.target_reward_critics, i, x).item() for i in (0, 1))
-        twins = [mlp(method.target_cost_critics, i, y).item() / method.cost_scale for i in (0, 1)]
-        qc = min(twins) if c.cost_reduction == "min" else max(twins)
+        qr = min(mlp(method.target_reward_critics, i, torch.cat([*parts, action])).item() for i in (0, 1))
+        tested = [action]
+        for dimension in range(len(action) if c.test_radius else 0):
+            for sign in (-1, 1):
+                tested.append(action.clone())
+                tested[-1][dimension] = min(max(action[dimension].item() + sign * c.test_radius, -1.0), 1.0)
+        qc = -np.inf
+        for one in tested:
+            y = torch.cat([*blind, one])
+            twins = [mlp(method.target_cost_critics, i, y).item() / method.cost_scale for i in (0, 1)]
+            qc = max(qc, min(twins) if c.cost_reduction == "min" else max(twins))
         limit = context.cost_to_go[row, n - 1].item()
         if c.cost_test == "horizon":
             h = max(method.spec.horizon - int(context.steps[row, n - 1]), 1)
@@ -285,6 +337,7 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
         {},
         {"cost_test": "horizon", "cost_reduction": "max"},
         {"budget_critics": True, "time_critics": True, "ctg_noise": 0.3},
+        {"test_radius": 0.3, "ctg_noise": 0.3},
     ],
 )
 def test_decisions_equal_the_slow_reference(noise_mode: str, extra: dict[str, Any]) -> None:
@@ -375,6 +428,7 @@ def test_horizon_budget_is_an_even_discounted_spend() -> None:
         ({"width": 30, "heads": 4}, "multiple of the heads"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"discount": 1.5}, "discounts lie above 0"),
+        ({"decay": 2.0}, "a share of the steps"),
     ],
 )
 def test_impossible_configs_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -15,7 +15,8 @@ import pytest
 
 from faulty_envs import once, raises, walk_task
 from qpt.envs import make_env
-from qpt.envs.vector import IDLE, RESET, STEP, EnvPool, portable
+from qpt.envs.shared import IDLE, RESET, RUNNING, STEP, TERMINATED, TRUNCATED
+from qpt.envs.vector import EnvPool, Failure, portable
 from qpt.errors import QptError
 from qpt.tasks import Task
 
@@ -24,55 +25,67 @@ def commands(pool: EnvPool, value: int) -> np.ndarray:
     return np.full(pool.sizes[0], value, np.uint8)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_slots_behave_like_environments_of_their_own(workers: int) -> None:
+def exchange(pool: EnvPool, commands: np.ndarray, seeds: np.ndarray, actions: np.ndarray) -> list[Failure]:
+    """Send all groups, then receive all: workers are asked for the second while they are busy with the first."""
+    pool.arrays.commands[:], pool.arrays.seeds[:], pool.arrays.actions[:] = commands, seeds, actions
+    groups = range(len(pool.groups))
+    for group in groups:
+        pool.send(group)
+    return [failure for group in groups for failure in pool.receive(group)]
+
+
+@pytest.mark.parametrize(("workers", "groups"), [(0, 1), (2, 1), (0, 2), (2, 2), (5, 2)])
+def test_slots_behave_like_environments_of_their_own(workers: int, groups: int) -> None:
     task, n = walk_task(), 5
     rng = np.random.default_rng(0)
     seeds = np.arange(10, 10 + n)
     envs = [make_env(task) for _ in range(n)]
-    with EnvPool(task, n, workers) as pool:
-        assert [s for block in pool.blocks for s in block] == list(range(n))
-        assert pool.exchange(commands(pool, RESET), seeds, np.zeros((n, 2), np.float32)) == []
+    with EnvPool(task, n, workers, groups=groups) as pool:
+        assert sorted(slot for parts in pool.parts for part in parts for slot in part) == list(range(n))
+        assert all(sum(map(len, parts)) for parts in pool.parts)  # no worker is without slots
+        assert exchange(pool, commands(pool, RESET), seeds, np.zeros((n, 2), np.float32)) == []
         first = [env.reset(seed=int(s))[0] for env, s in zip(envs, seeds, strict=True)]
         np.testing.assert_array_equal(pool.arrays.observations, first)
         running = np.ones(n, bool)
         while running.any():
             actions = rng.uniform(-1, 1, (n, 2)).astype(np.float32)
-            assert pool.exchange(np.where(running, STEP, IDLE).astype(np.uint8), seeds, actions) == []
+            assert exchange(pool, np.where(running, STEP, IDLE).astype(np.uint8), seeds, actions) == []
             for i in np.flatnonzero(running):
                 observation, reward, terminated, truncated, info = envs[i].step(actions[i])
                 np.testing.assert_array_equal(pool.arrays.observations[i], observation)
                 assert (pool.arrays.rewards[i], pool.arrays.costs[i]) == (reward, info["cost"])
-                assert (pool.arrays.terminated[i], pool.arrays.truncated[i]) == (terminated, truncated)
+                assert pool.arrays.ended[i] == (TERMINATED if terminated else TRUNCATED if truncated else RUNNING)
                 running[i] = not (terminated or truncated)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize(("kind", "words"), [("die", "SIGKILL"), ("hang", "no answer"), ("raise", "a glitch")])
-def test_a_worker_that_fails_is_named_and_replaced(kind: str, words: str, tmp_path: Path) -> None:
+def test_a_worker_that_fails_is_named_and_replaced(kind: str, words: str, groups: int, tmp_path: Path) -> None:
     task = walk_task(partial(once, kind, str(tmp_path)), horizon=None)
     seeds, actions = np.arange(4), np.zeros((4, 2), np.float32)
-    with EnvPool(task, 4, 2, step_timeout=1.0) as pool:
+    with EnvPool(task, 4, 2, groups=groups, step_timeout=1.0) as pool:
         before = pool.pids()
-        pool.exchange(commands(pool, RESET), seeds, actions)
+        exchange(pool, commands(pool, RESET), seeds, actions)
         failures = []
         for _ in range(3):
-            failures += pool.exchange(commands(pool, STEP), seeds, actions)
+            failures += exchange(pool, commands(pool, STEP), seeds, actions)
             if failures:
                 break
         (failure,) = failures
         assert words in failure.reason
         assert failure.culprit in failure.slots
+        assert len(failure.slots) == 2  # those of both groups
         after = pool.pids()
         assert sum(a != b for a, b in zip(before, after, strict=True)) == 1
-        assert pool.exchange(commands(pool, RESET), seeds, actions) == []  # the new worker serves the same slots
+        assert exchange(pool, commands(pool, RESET), seeds, actions) == []  # the new worker serves the same slots
     assert not any(alive(pid) for pid in (*before, *after))
 
 
 def test_an_environment_that_raises_in_this_process_is_reported_too() -> None:
     with EnvPool(walk_task(raises), 2, 0) as pool:
         seeds, actions = np.arange(2), np.zeros((2, 2), np.float32)
-        pool.exchange(commands(pool, RESET), seeds, actions)
-        failures = [f for _ in range(3) for f in pool.exchange(commands(pool, STEP), seeds, actions)]
+        exchange(pool, commands(pool, RESET), seeds, actions)
+        failures = [f for _ in range(3) for f in exchange(pool, commands(pool, STEP), seeds, actions)]
         assert failures[0].culprit == 0
         assert "the physics exploded" in failures[0].reason
 
@@ -81,7 +94,7 @@ def test_what_the_user_can_mend_is_raised_as_it_is() -> None:
     wrong = walk_task(observation_dim=4)
     for workers in (0, 1):
         with EnvPool(wrong, 1, workers) as pool, pytest.raises(QptError, match="length 3"):
-            pool.exchange(commands(pool, RESET), np.zeros(1, np.int64), np.zeros((1, 2), np.float32))
+            exchange(pool, commands(pool, RESET), np.zeros(1, np.int64), np.zeros((1, 2), np.float32))
 
 
 def test_factories_that_cannot_travel_get_a_clear_error() -> None:

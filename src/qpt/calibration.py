@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import csv
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,6 +68,21 @@ def rows(result: Calibration) -> list[dict[str, float]]:
         names = ("predicted_cost", "realised_cost", "predicted_return", "realised_return")
         table.append({"cost_limit": float(limit)} | {n: float(getattr(result, n)[mask].mean()) for n in names})
     return table
+
+
+def save(result: Calibration, path: str | Path) -> Path:
+    """A .csv table with one row an episode, as `qpt report` reads it from a run folder."""
+    path = Path(path)
+    columns = asdict(result)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(columns)
+            writer.writerows(zip(*(values.tolist() for values in columns.values()), strict=True))
+    except OSError as error:
+        raise QptError(f"the table {path} cannot be written: {error.strerror}; choose another --out") from error
+    return path
 
 
 def figure(result: Calibration, title: str) -> Any:

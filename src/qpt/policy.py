@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from qpt.algorithms.base import Algorithm, Context
+from qpt.algorithms.base import Algorithm, Context, Decision
 from qpt.checkpoint import load_algorithm, resolve
 from qpt.errors import QptError
 
@@ -39,6 +39,7 @@ class Policy:
         self.trained_limit, self.past_horizon, self.dtype = trained_limit, past_horizon, dtype
         self.observation_dim, self.action_dim = self.spec.observation_dim, self.spec.action_dim
         self.count = 0
+        self._graph: Any = None  # on CUDA: (key, graph, its inputs, its decision)
 
     # -- episodes ------------------------------------------------------------------------------------------------------
 
@@ -143,7 +144,7 @@ class Policy:
         context = self._advance(torch.from_numpy(seen).to(self._device, self.dtype), running)
         self.method.eval()
         with torch.no_grad():
-            decision = self.method.act(context)
+            decision = self._decide(context)
         actions = decision.actions.clamp(-1, 1)
         move = torch.from_numpy(running).to(self._device)
         at = torch.arange(self.count, device=self._device)
@@ -184,6 +185,28 @@ class Policy:
             limits,
             torch.from_numpy(self._seeds).to(self._device),
         )
+
+    def _decide(self, context: Context) -> Decision:
+        """The method's decision; on CUDA the second one with as many episodes is captured, and later ones replay it."""
+        if self._device.type != "cuda":
+            return self.method.act(context)
+        key = (self.count, self.method.config)
+        if self._graph is None or self._graph[0] != key:
+            self._graph = (key, None, None, None)  # the first time plainly: libraries set themselves up
+            return self.method.act(context)
+        if self._graph[1] is None:
+            inputs = Context(*(x if x is None else x.clone() for x in context))  # type: ignore[arg-type]
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize(self._device)
+            with torch.cuda.graph(graph):
+                decision = self.method.act(inputs)
+            self._graph = (key, graph, inputs, decision)
+        _, graph, inputs, decision = self._graph
+        for into, value in zip(inputs, context, strict=True):
+            if value is not None:
+                into.copy_(value)
+        graph.replay()
+        return decision  # type: ignore[no-any-return]
 
     def observe(self, rewards: npt.ArrayLike, costs: npt.ArrayLike) -> None:
         """What the last actions brought, for the rows that were active in them."""

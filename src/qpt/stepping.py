@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,15 +21,37 @@ class Stepper:
     given and steps stay plain.
     """
 
-    def __init__(self, algorithm: Algorithm, sampler: Sampler, *, fast: bool, compile: bool) -> None:
+    def __init__(
+        self, algorithm: Algorithm, sampler: Sampler, *, fast: bool, compile: bool, stream: Any = None
+    ) -> None:
+        """`stream`: of a run among others, for its steps and its graph alone."""
         self.algorithm, self.sampler = algorithm, sampler
-        self._capture, self._warm = fast, 3
+        self._stream: Any = stream or (torch.cuda.Stream() if fast else None)  # type: ignore[no-untyped-call]
+        self._capture, self._warm, self._warned = fast, 3, False
         self._graph: Any = None
         self._phase: int | None = None
         self._metrics: dict[str, Tensor] = {}
         if compile:
             for name in algorithm.compilable:
-                setattr(algorithm, name, torch.compile(getattr(algorithm, name)))
+                setattr(algorithm, name, self._compiled(name))
+
+    def _compiled(self, name: str) -> Callable[..., Any]:
+        """The compiled form of a method, or the method itself if it proves impossible to compile."""
+        plain = getattr(self.algorithm, name)
+        compiled: Any = torch.compile(plain)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return compiled(*args, **kwargs)
+            except Exception as error:  # whatever stops the compiler, the plain method still works
+                if not self._warned:
+                    reason = str(error).strip().splitlines()[0]
+                    warnings.warn(f"the losses cannot be compiled ({reason}); they run as they are", stacklevel=2)
+                self._warned = True
+                setattr(self.algorithm, name, plain)
+                return plain(*args, **kwargs)
+
+        return call
 
     def step(self) -> dict[str, Tensor]:
         phase = getattr(self.algorithm, "phase", None)
@@ -47,11 +70,10 @@ class Stepper:
     def _plain(self) -> dict[str, Tensor]:
         if not self._capture:
             return self.algorithm.update(self.sampler.sample())
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             metrics = self.algorithm.update(self.sampler.sample())
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         return metrics
 
     def _record(self) -> dict[str, Tensor]:
@@ -59,7 +81,7 @@ class Stepper:
         graph.register_generator_state(self.sampler.generator)
         before, host_step = self.sampler.generator.get_state(), getattr(self.algorithm, "host_step", None)
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=self._stream):  # a work space of its own: graphs may run side by side
                 self._metrics = self.algorithm.update(self.sampler.sample())
         except Exception as error:  # whatever stops a capture, the plain step still works
             warnings.warn(

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from qpt import parallel
 from qpt.data.augment import augment
 from qpt.data.sampling import Sampler, WindowSampler
 from qpt.data.trajectories import Trajectories
@@ -236,8 +237,10 @@ def descend(
     The gradient norm of each group is clipped on its own; returns the norms before clipping.
     """
     flat = [parameter for group in groups for parameter in group]
-    for parameter, gradient in zip(flat, torch.autograd.grad(loss, flat), strict=True):
-        parameter.grad = gradient
+    for parameter, gradient in zip(flat, parallel.average(torch.autograd.grad(loss, flat)), strict=True):
+        # A compiled backward pass may lay a gradient out in its own way; fused optimisers want it like the parameter.
+        alike = gradient.stride() == parameter.stride()
+        parameter.grad = gradient if alike else torch.empty_like(parameter).copy_(gradient)
     norms = [nn.utils.clip_grad_norm_(group, clip) for group in groups] if clip else []
     optimizer.step()
     return norms
@@ -259,7 +262,7 @@ def frozen_copy(module: nn.Module) -> Any:
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean over the valid entries only; 0 where there are none."""
     weight = mask.to(values.dtype)
-    return (values * weight).sum() / weight.sum().clamp(min=1)
+    return parallel.total((values * weight).sum()) / parallel.total(weight.sum()).clamp(min=1)
 
 
 def discounted_limit(cost_limit: Tensor | float, remaining: Tensor | float, discount: float) -> Any:

@@ -103,15 +103,15 @@ def propose(method: QPT, context: Context, count: int) -> Tensor:
         def repeat(x: Tensor) -> Tensor:
             return x.repeat_interleave(count, 0)
 
-        hidden = method.transformer(  # [n * m, K, 1, D]
+        hidden = method.transformer(  # [n * m, 1, 1, D]
             (context.return_to_go[:, None] + more_return[..., None]).flatten(0, 1),
             (context.cost_to_go[:, None] + more_cost[..., None]).flatten(0, 1),
             repeat(context.observations),
             repeat(context.actions),
             repeat(context.steps),
+            last=repeat(context.last),
         )
-        hidden = torch.unflatten(hidden[:, :, 0], 0, (-1, count))  # [n, m, K, D]
-        hidden = hidden[torch.arange(context.last.shape[0], device=hidden.device), :, context.last]
+        hidden = torch.unflatten(hidden[:, 0, 0], 0, (-1, count))  # [n, m, D]
     actions = method.squash(method.head(hidden))
     if c.action_noise and count > 1:
         noise = torch.unflatten(draw(method, context, count, ACT), 1, (count, -1)).clone()
@@ -131,6 +131,13 @@ def score(method: QPT, context: Context, actions: Tensor) -> tuple[Tensor, Tenso
 
     reward_q = method.reduce(method.target_reward_critics(beside(seen))[..., 0], c.reward_reduction)
     cost_q = method.reduce(method.target_cost_critics(beside(unaware))[..., 0], c.cost_reduction)
+    if c.test_radius:  # between what the data support the critics only interpolate: the dearest neighbour counts
+        size = actions.shape[-1]
+        step = c.test_radius * torch.eye(size, dtype=actions.dtype, device=actions.device)
+        near = (actions[:, :, None] + torch.cat([step, -step])).clamp(-1, 1).flatten(1, 2)  # [n, m * 2A, A]
+        wide = torch.cat([unaware[:, None].expand(-1, near.shape[1], -1), near], -1)
+        around = method.reduce(method.target_cost_critics(wide)[..., 0], c.cost_reduction)
+        cost_q = torch.maximum(cost_q, torch.unflatten(around, 1, (-1, 2 * size)).amax(2))
     return reward_q, cost_q / method.cost_scale
 
 

@@ -24,6 +24,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from qpt import parallel
 from qpt.algorithms.base import (
     Context,
     Decision,
@@ -268,7 +269,7 @@ class CAPS(nn.Module):
         actions, likelihood = self.draw(seen, noise)
         reward_q, cost_q = self.q(self.critics, seen[:, None].expand(-1, self.config.heads, -1), actions)
         goal = self.mixture(reward_q, -cost_q)  # [B, H]
-        scale = goal.detach().abs().mean(0).clamp(min=1e-3)  # [H]
+        scale = parallel.mean(goal.abs().mean(0)).clamp(min=1e-3)  # [H]
         imitation = (actions - batch.actions[:, None]).square().mean(-1)
         alpha = self.log_temperature.detach().exp()
         return (alpha * likelihood - self.config.q_weight * goal / scale + imitation).mean(), likelihood.mean().detach()

@@ -23,6 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from qpt import parallel
 from qpt.algorithms.base import (
     Context,
     Decision,
@@ -217,7 +218,7 @@ class CPQ(nn.Module):
         cost_loss, pushed, cost_q = self.cost_loss(batch, torch.randn_like(actions), draws)
         descend(self.optimizers["critics"], reward_loss + cost_loss, [self.learned["critics"]])
         with torch.no_grad():
-            rise = c.alpha_lr * self.log_alpha.exp() * (c.push * self.threshold - pushed)
+            rise = c.alpha_lr * self.log_alpha.exp() * (c.push * self.threshold - parallel.mean(pushed))
             self.log_alpha.copy_((self.log_alpha + rise).clamp(-5, 5))
 
         loss, feasible = self.actor_loss(seen, torch.randn_like(actions))

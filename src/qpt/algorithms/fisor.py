@@ -3,8 +3,13 @@
 Hamilton–Jacobi feasibility values Q_h, V_h tell from which states violations can be avoided altogether; they are
 learned by expectile regression on logged actions alone (`value_loss`, `critic_loss`). Where V_h > 0 a violation cannot
 be avoided and the policy imitates what violates least; where V_h <= 0 it imitates what earns most among feasible
-actions (`actor_weights`, `actor_loss`). The policy denoises 16 actions and takes the one with the lowest Q_h (`act`).
-There is no cost limit in this notion of safety: one run serves every limit.
+actions (`actor_weights`, `actor_loss`). The policy denoises 16 actions and takes the one with the lowest Q_h (`act`);
+of several that are clearly feasible, the one that earns most. There is no cost limit in this notion of safety: one run
+serves every limit.
+
+The published settings need about a million steps: before that V_h > 0 nearly everywhere, and the lowest of 16 values
+that should all be -1 is the most timid action. The defaults here are for shorter runs (see docs/methods/fisor.md);
+`preset("paper")` keeps to the published ones.
 
 `variant="reference"` differs in one thing: a timeout cuts the values as a terminal does, as in the published code.
 """
@@ -50,15 +55,17 @@ class FISORConfig:
     normalize: bool = True
     """Networks see standardised observations (paper: raw)."""
     discount: float = 0.99
-    """Discount of both kinds of value."""
+    """Discount of the reward value."""
+    feasibility_discount: float = 0.95
+    """Discount of the feasibility value; a false alarm fades at this rate from one backup to the next (paper: 0.99)."""
     expectile: float = 0.9
     """Expectile of the reward value; 1 - expectile is the feasibility value's."""
-    violation: float = 25.0
-    """h of a step with a cost; a step without has h = -1."""
-    critic_lr: float = 3e-4
-    """Learning rate of critics and values."""
-    target_rate: float = 0.005
-    """Rate of the target critics."""
+    violation: float = 5.0
+    """h of a step with a cost; a step without has h = -1 (paper: 25, which takes far more steps to tell from 0)."""
+    critic_lr: float = 1e-3
+    """Learning rate of critics and values (paper: 3e-4)."""
+    target_rate: float = 0.05
+    """Rate of the target critics; values need several times 1 / (rate (1 - discount)) steps (paper: 0.005)."""
 
     # -- the diffusion policy
     diffusion_steps: int = 5
@@ -71,8 +78,8 @@ class FISORConfig:
     """Dropout of the denoiser."""
     reward_temperature: float = 3.0
     """Inverse temperature of the weights in feasible states."""
-    cost_temperature: float = 5.0
-    """Inverse temperature of the weights in infeasible states."""
+    cost_temperature: float = 25.0
+    """Inverse temperature of the weights in infeasible states, in units of 1 / h (paper: 5, with its larger h)."""
     reward_weight_max: float = 100.0
     """Largest weight in feasible states."""
     cost_weight_max: float = 150.0
@@ -89,6 +96,8 @@ class FISORConfig:
     # -- deployment
     candidates: int = 16
     """Actions that are denoised; the one with the lowest feasibility value is taken."""
+    feasible_enough: float | None = -0.5
+    """Values at or below count as equal, and the highest Q_r of those decides; None: the lowest alone (paper)."""
 
     @classmethod
     def preset(cls, name: str) -> FISORConfig:
@@ -103,7 +112,13 @@ class FISORConfig:
                 policy_updates=2,
                 critic_batch=256,
                 normalize=False,
+                feasibility_discount=0.99,
+                violation=25.0,
+                critic_lr=3e-4,
+                target_rate=0.005,
+                cost_temperature=5.0,
                 lr_horizon=3_000_000,
+                feasible_enough=None,
             )
         raise QptError(f"FISOR has no preset {name!r}; choose default or paper")
 
@@ -178,7 +193,8 @@ class FISOR(nn.Module):
             reward_v, harm_v = self.values(self.see(batch.next_observations))[..., 0]
         harm = torch.where(batch.costs > 0, c.violation, -1.0)
         reward_target = batch.rewards * self.reward_scale + c.discount * (1 - ended) * reward_v
-        lasting = (1 - c.discount) * harm + c.discount * torch.maximum(harm, harm_v)
+        ahead = c.feasibility_discount
+        lasting = (1 - ahead) * harm + ahead * torch.maximum(harm, harm_v)
         return reward_target, torch.where(ended > 0, harm, lasting)
 
     def critic_loss(self, batch: TransitionBatch) -> Tensor:
@@ -255,7 +271,11 @@ class FISOR(nn.Module):
         count = c.candidates * c.diffusion_steps * a
         noise = episode_normal(context.seeds, context.now(context.steps), count, stream=1).to(seen.dtype)
         actions = self.propose(seen, noise.view(-1, c.candidates, c.diffusion_steps, a))
-        _, harm_q = self.target_q(seen[:, None].expand(-1, c.candidates, -1), actions)  # [n, m]
-        lowest, chosen = harm_q.min(1)
+        reward_q, harm_q = self.target_q(seen[:, None].expand(-1, c.candidates, -1), actions)  # [n, m]
+        chosen = harm_q.argmin(1)
+        if c.feasible_enough is not None:
+            enough = harm_q <= c.feasible_enough
+            chosen = torch.where(enough.any(1), reward_q.masked_fill(~enough, -torch.inf).argmax(1), chosen)
         rows = torch.arange(len(chosen), device=chosen.device)
-        return Decision(actions[rows, chosen], {"feasibility": lowest, "fallback": (lowest > 0).to(seen.dtype)})
+        harm = harm_q[rows, chosen]
+        return Decision(actions[rows, chosen], {"feasibility": harm, "fallback": (harm > 0).to(seen.dtype)})

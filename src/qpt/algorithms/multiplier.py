@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from qpt import parallel
+
 
 class PIDMultiplier(nn.Module):
     """λ = relu(kp relu(e) + ki I + kd D) with e = value - limit, I = relu(I + e) and D = relu(e - previous e).
@@ -26,6 +28,7 @@ class PIDMultiplier(nn.Module):
     def update(self, error: Tensor) -> Tensor:
         """The multiplier after an error (a scalar), without gradient."""
         kp, ki, kd = self.gains
+        error = parallel.mean(error)
         self.integral.copy_((self.integral + error).relu())
         rise = (error - self.previous).relu()
         self.value.copy_((kp * error.relu() + ki * self.integral + kd * rise).relu())

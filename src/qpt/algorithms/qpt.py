@@ -73,6 +73,11 @@ class QPT(nn.Module):
         self.target_cost_critics = frozen_copy(self.cost_critics)
         self.register_buffer("step", torch.zeros((), dtype=torch.long))
         self.step: Tensor
+        # Tensors, so that runs which differ in them alone share one compiled step.
+        self.register_buffer(
+            "etas", torch.tensor([config.eta_reward, config.eta_cost], dtype=torch.float64), persistent=False
+        )
+        self.etas: Tensor
         self.reward_scale = config.reward_scale or 10 / max(spec.mean_return_to_go, 1e-6)
         self.cost_scale = config.critic_cost_scale or 10 / max(spec.mean_cost_to_go, 1.0)
         self.n_step = config.n_step or config.context
@@ -128,13 +133,20 @@ class QPT(nn.Module):
             return twins.mean(0)
         return torch.minimum(twins[0], twins[1]) if how == "min" else torch.maximum(twins[0], twins[1])
 
-    def policy(self, batch: WindowBatch, target: bool = False) -> Tensor:
-        """Actions at every step of the windows: [B, K, A]."""
+    def policy(self, batch: WindowBatch, target: bool = False, last: Tensor | None = None) -> Tensor:
+        """Actions at every step of the windows [B, K, A], or only at their `last` one [B, 1, A]."""
         transformer, head = (self.target_transformer, self.target_head) if target else (self.transformer, self.head)
         with torch.autocast(batch.actions.device.type, torch.bfloat16, enabled=self.autocast):
-            hidden = transformer(batch.return_to_go, batch.cost_to_go, batch.observations, batch.actions, batch.steps)
+            inputs = (batch.return_to_go, batch.cost_to_go, batch.observations, batch.actions, batch.steps)
+            hidden = transformer(*inputs, last=last)
             raw = head(hidden[:, :, 0])
         return self.squash(raw.float() if self.autocast else raw)
+
+    def q(self, critics: StackedMLP, inputs: Tensor, frozen: bool = False) -> Tensor:
+        """Values of twin critics, in full precision at their end: [..., F] -> [2, ...]."""
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.autocast):
+            values: Tensor = critics(inputs, frozen)[..., 0]
+        return values
 
     # -- losses --------------------------------------------------------------------------------------------------------
 
@@ -147,13 +159,23 @@ class QPT(nn.Module):
         ended = batch.terminals.bool() | batch.timeouts.bool() if c.time_critics else batch.terminals
         seen, unaware = self.features(batch.observations, budgets, batch.steps)  # [B, K, F]
         logged, logged_cost = torch.cat([seen, batch.actions], -1), torch.cat([unaware, batch.actions], -1)
+        if c.bootstrap == "expectile":  # of reward and of cost: [2, B, K]
+            with torch.autocast(seen.device.type, torch.bfloat16, enabled=self.autocast):
+                values = self.values.each(torch.stack([seen, unaware]))[..., 0]
         with torch.no_grad():
             if c.bootstrap == "policy":
-                acted = torch.cat([seen, self.policy(batch, target=True)], -1)
-                reward_value = self.reduce(self.target_reward_critics(acted)[..., 0], c.reward_reduction)
-                cost_value = self.reduce(self.target_cost_critics(acted)[..., 0], c.cost_reduction)
+                last, states = None, seen
+                if (
+                    self.n_step >= self.context
+                ):  # every target bootstraps from the window's last step: one action will do
+                    last = (batch.mask.sum(1) - 1).clamp(min=0)
+                    states = seen.gather(1, last[:, None, None].expand(-1, 1, seen.shape[-1]))
+                acted = torch.cat([states, self.policy(batch, target=True, last=last)], -1)
+                reward_value = self.reduce(self.q(self.target_reward_critics, acted), c.reward_reduction)
+                cost_value = self.reduce(self.q(self.target_cost_critics, acted), c.cost_reduction)
+                reward_value, cost_value = reward_value.expand_as(rewards), cost_value.expand_as(rewards)
             else:
-                reward_value, cost_value = self.values.each(torch.stack([seen, unaware]))[..., 0]
+                reward_value, cost_value = values.detach()
             if c.clamp_cost:
                 cost_value = cost_value.clamp(min=0)
             reward_target, valid = n_step_targets(rewards, reward_value, batch.mask, ended, c.discount, self.n_step)
@@ -161,7 +183,11 @@ class QPT(nn.Module):
             fits = valid
             if c.budget_critics:  # what the logged steps and the least continuation cost must fit the budget
                 fits = valid & (cost_target <= (budgets + c.budget_margin) * self.cost_scale)
-        reward_q, cost_q = self.reward_critics(logged)[..., 0], self.cost_critics(logged_cost)[..., 0]  # [2, B, K]
+                if c.unfit_penalty is not None:  # a spent budget is seen as 0, and says nothing of what fits 0
+                    worse = reward_value - c.unfit_penalty * self.spec.mean_return_to_go * self.reward_scale
+                    reward_target = torch.where(fits, reward_target, worse)
+                    fits = valid & (fits | (budgets >= 0))
+        reward_q, cost_q = self.q(self.reward_critics, logged), self.q(self.cost_critics, logged_cost)  # [2, B, K]
         reward_loss = masked_mean((reward_q - reward_target).square().sum(0), fits)
         cost_loss = masked_mean((cost_q - cost_target).square().sum(0), valid)
         metrics = {
@@ -173,15 +199,14 @@ class QPT(nn.Module):
         loss = reward_loss + cost_loss
         if c.bootstrap == "expectile":
             with torch.no_grad():
-                reward_goal = self.reduce(self.target_reward_critics(logged)[..., 0], c.reward_reduction)
-                cost_goal = self.reduce(self.target_cost_critics(logged_cost)[..., 0], c.cost_reduction)
+                reward_goal = self.reduce(self.q(self.target_reward_critics, logged), c.reward_reduction)
+                cost_goal = self.reduce(self.q(self.target_cost_critics, logged_cost), c.cost_reduction)
                 if c.budget_critics:
                     fits = batch.mask & (cost_goal <= (budgets + c.budget_margin) * self.cost_scale)
                 else:
                     fits = batch.mask
-            reward_v, cost_v = self.values.each(torch.stack([seen, unaware]))[..., 0]
-            value_loss = masked_mean(expectile_loss(reward_goal - reward_v, c.reward_expectile), fits)
-            value_loss = value_loss + masked_mean(expectile_loss(cost_goal - cost_v, c.cost_expectile), batch.mask)
+            value_loss = masked_mean(expectile_loss(reward_goal - values[0], c.reward_expectile), fits)
+            value_loss = value_loss + masked_mean(expectile_loss(cost_goal - values[1], c.cost_expectile), batch.mask)
             loss, metrics["critic/value_loss"] = loss + value_loss, value_loss.detach()
         return loss, metrics
 
@@ -196,24 +221,24 @@ class QPT(nn.Module):
         seen, unaware = self.features(batch.observations, batch.cost_to_go, batch.steps)
         if c.train_with_reward_critic:
             critics, logged = self.reward_critics, torch.cat([seen, batch.actions], -1)
-            q = masked_mean(critics(torch.cat([seen, actions], -1))[..., 0].mean(0), batch.mask)
+            q = masked_mean(self.q(critics, torch.cat([seen, actions], -1), frozen=True).mean(0), batch.mask)
             scale = self._scale(critics, logged, batch.mask, self.spec.mean_return_to_go * self.reward_scale)
-            loss, metrics["policy/reward_q"] = loss - c.eta_reward * q / scale, q.detach()
+            loss, metrics["policy/reward_q"] = loss - self.etas[0] * q / scale, q.detach()
         if c.train_with_cost_critic:
             critics, logged = self.cost_critics, torch.cat([unaware, batch.actions], -1)
-            each = critics(torch.cat([unaware, actions], -1))[..., 0].mean(0)
+            each = self.q(critics, torch.cat([unaware, actions], -1), frozen=True).mean(0)
             if c.cost_term == "excess":
                 each = (each - batch.cost_to_go.clamp(min=0) * self.cost_scale).clamp(min=0)
             q = masked_mean(each, batch.mask)
             scale = self._scale(critics, logged, batch.mask, self.spec.mean_cost_to_go * self.cost_scale)
-            loss, metrics["policy/cost_q"] = loss + c.eta_cost * q / scale, q.detach()
+            loss, metrics["policy/cost_q"] = loss + self.etas[1] * q / scale, q.detach()
         return loss, metrics
 
     @torch.no_grad()
     def _scale(self, critics: StackedMLP, logged: Tensor, mask: Tensor, constant: float) -> Tensor:
         if self.config.normalizer == "data":
             return torch.full((), max(constant, self.config.normalizer_floor), device=logged.device)
-        return masked_mean(critics(logged)[..., 0].abs().mean(0), mask).clamp(min=self.config.normalizer_floor)
+        return masked_mean(self.q(critics, logged).abs().mean(0), mask).clamp(min=self.config.normalizer_floor)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -221,13 +246,18 @@ class QPT(nn.Module):
         """Critics, then the policy against the updated critics, then the targets, as in the paper's algorithm."""
         c = self.config
         metrics: dict[str, Tensor] = {}
+        left: Tensor | float = 1.0
+        if c.decay:
+            left = ((c.steps - self.step) / (c.decay * c.steps)).clamp(0, 1)
         if self.uses_critics:
+            if c.decay:
+                self.optimizers["critics"].param_groups[0]["lr"].copy_(c.critic_lr * left)
             critic_loss, metrics = self.critic_loss(batch, self._draw_budgets(batch))
             descend(self.optimizers["critics"], critic_loss, self.learned_critics, c.critic_clip)
 
         optimizer = self.optimizers["policy"]
         self.step += 1
-        optimizer.param_groups[0]["lr"].copy_(c.lr * (self.step / max(c.warmup, 1)).clamp(max=1.0))
+        optimizer.param_groups[0]["lr"].copy_(c.lr * (self.step / max(c.warmup, 1)).clamp(max=1.0) * left)
         loss, more = self.policy_loss(batch)
         norms = descend(optimizer, loss, [self.policy_parameters], c.clip)
         soft_update(self.policy_targets, self.policy_parameters, 1 - c.ema)

@@ -75,6 +75,9 @@ class QPTConfig:
     cost (by the cost critics) fits it; needs bootstrap "expectile"."""
     budget_margin: float = 0.5
     """Cost by which a continuation may exceed the budget and still count as fitting: the critics are not exact."""
+    unfit_penalty: float | None = None
+    """With budget critics: an action whose least cost does not fit the budget is learned to be worth the state's value
+    less this share of the mean return-to-go; None leaves such actions out, and what they are worth to chance."""
     time_critics: bool = True
     """Critics know the step, and a timeout ends the episode for them: values of the episode, not of an endless task."""
     cost_reduction: Reduction = "mean"
@@ -114,6 +117,8 @@ class QPTConfig:
     """Adam's betas."""
     warmup: int = 500
     """Steps of linear warm-up of the policy's learning rate."""
+    decay: float = 0.0
+    """Share of the steps, at the end, over which all learning rates fall linearly to 0."""
     clip: float = 0.25
     """Gradient-norm clip of the policy."""
     critic_clip: float = 10.0
@@ -140,6 +145,9 @@ class QPTConfig:
     """Feasible: Q^c <= cost-to-go (paper), <= the cost-to-go spent evenly and discounted, or everything."""
     test_offset: float = 0.0
     """Added to Q^c in the test (see `qpt calibrate`)."""
+    test_radius: float = 0.0
+    """The test takes the largest Q^c among the action and its neighbours so far away in either direction of each
+    dimension: an action between two that the data know can look half as dear as it is."""
     fallback: Literal["least-cost", "ignore", "tradeoff"] = "least-cost"
     """When no candidate is feasible: the least Q^c, the largest Q^r, or the trade-off."""
     selection: Literal["constrained", "tradeoff", "shield"] = "shield"
@@ -162,6 +170,8 @@ class QPTConfig:
         for name in ("steps", "batch_size", "context", "width", "layers", "heads", "critic_width", "candidates"):
             if getattr(self, name) < 1:
                 raise QptError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 <= self.decay <= 1:
+            raise QptError(f"decay is a share of the steps, from 0 to 1, not {self.decay:g}")
         if not 0 < self.discount <= 1 or not 0 < self.cost_discount <= 1:
             raise QptError("discounts lie above 0 and at most at 1")
 

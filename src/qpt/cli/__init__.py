@@ -18,9 +18,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "collect": ("qpt.cli.collect", "make a data set in a simulator, of a task or of your own"),
     "train": ("qpt.cli.train", "train a policy from logged episodes"),
     "evaluate": ("qpt.cli.evaluate", "run a policy in a simulator at one or more cost limits"),
+    "bench": ("qpt.cli.bench", "train and evaluate a grid of tasks, methods and seeds, and compare"),
+    "reproduce": ("qpt.cli.reproduce", "the paper's experiments, beside the numbers that it printed"),
     "certify": ("qpt.cli.certify", "show by episodes that the cost limit is kept, or calibrate it"),
+    "judge": ("qpt.cli.judge", "estimate return and cost of a policy from logs alone"),
+    "select": ("qpt.cli.select", "choose among checkpoints from logs alone"),
     "calibrate": ("qpt.cli.calibrate", "compare what QPT's critics predict with what its episodes bring"),
     "export": ("qpt.cli.export", "write a policy as an ONNX graph, with a model card"),
+    "report": ("qpt.cli.report", "one HTML page about runs and comparisons, and their tables"),
+    "play": ("qpt.cli.play", "film one episode, with its running return, cost and limit"),
 }
 
 

@@ -40,7 +40,7 @@ def calibrate(
         episodes: Episodes at each limit.
         seed: Seed of the episodes.
         workers: Simulator processes; by default one a core.
-        out: Write the picture here (.png, .svg or .pdf).
+        out: A picture (.png, .svg, .pdf) or the numbers (.csv; `qpt report` shows those in RUN/calibration.csv).
     """
     policy = load_policy(checkpoint)
     name = task or policy.task
@@ -63,7 +63,10 @@ def calibrate(
     console = Console()
     console.print(table)
     if out is not None:
-        plotting.save(calibration.figure(found, f"{name}: predicted and realised cost"), out)
+        if out.suffix == ".csv":
+            calibration.save(found, out)
+        else:
+            plotting.save(calibration.figure(found, f"{name}: predicted and realised cost"), out)
         console.print(f"wrote {out}", highlight=False)
     return 0
 

@@ -89,7 +89,7 @@ def evaluate_command(
     if task is None:
         raise QptError("give the task to evaluate in with --task; `qpt tasks` lists them")
     facts = get_task(task)
-    chosen = chosen if chosen is not None else _named_policy(str(policy), facts)
+    chosen = chosen if chosen is not None else named_policy(str(policy), facts)
     wanted = facts.cost_limits if limits is None else limits
     logged = None if picture is None else _logged(data, checkpoint)  # before the long part, should it not be found
     results = evaluate(
@@ -219,7 +219,7 @@ def _check_files(out: Path | None, record: Path | None, picture: Path | None, fo
             raise QptError(f"nothing can be written into {place}; choose another folder, or change its permissions")
 
 
-def _named_policy(name: str, task: Task) -> EpisodePolicy:
+def named_policy(name: str, task: Task) -> EpisodePolicy:
     if name == "random":
         return RandomPolicy(dimensions(task)[1])
     if name == "zero":

@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import tyro
 
+from qpt import parallel
 from qpt.algorithms.base import algorithm_classes, algorithm_names
 from qpt.errors import QptError
-from qpt.training import Run, TrainConfig, train
+from qpt.training import Run, TrainConfig, train, train_seeds
 
 HELP = """Train a policy from logged episodes.
 
@@ -26,6 +27,8 @@ examples:
   qpt train --data my.hdf5 --horizon 200 --out runs/mine
   qpt train --task CarRun --algorithm cdt --preset paper --seed 3 --device cuda --out runs/cdt
   qpt train --task BallCircle --out runs/ball --resume
+  qpt train --task BallCircle --seeds 0 1 2 --out runs/ball
+  torchrun --nproc-per-node 2 -m qpt train --task BallCircle --out runs/ball
 """
 
 
@@ -47,9 +50,20 @@ def main(args: Sequence[str]) -> int:
     run, method = _RunFlags(algorithm=algorithm), _preset(config_class, preset, algorithm)
     if file:
         run, method = _with_values(run, method, values, file)
-    result = train(_parse(args, algorithm, preset, run, method))
-    print(_summary(result))
-    return 130 if result.interrupted else 0
+    run = _one_or_several(args, run)
+    config = _parse(args, algorithm, preset, run, method)
+    results = train_seeds(config) if config.seeds else [train(config)]
+    if parallel.speaks():
+        print("\n".join(map(_summary, results)))
+    return 130 if any(result.interrupted for result in results) else 0
+
+
+def _one_or_several(args: Sequence[str], run: _RunFlags) -> _RunFlags:
+    """--seed and --seeds exclude each other; a flag of one wins over the other's value in the file."""
+    one, several = _peek(args, "--seed") is not None, _peek(args, "--seeds") is not None
+    if one and several:
+        raise QptError("--seed and --seeds exclude each other; give one of them")
+    return replace(run, seeds=()) if one else run
 
 
 def _preset(config_class: type, name: str, algorithm: str) -> Any:
@@ -101,6 +115,8 @@ def _with_values(run: _RunFlags, method: Any, values: dict[str, Any], file: str)
     hints = {**get_type_hints(TrainConfig), **get_type_hints(type(method))}
     own = {f.name for f in fields(TrainConfig)} - {"config", "algorithm"}
     known = own | {f.name for f in fields(method)}
+    if {"seed", "seeds"} <= set(values):
+        raise QptError(f"the config {file} has both seed and seeds, which exclude each other; keep one of them")
     for name, value in values.items():
         if name not in known:
             raise QptError(f"the config {file} has {name!r}, which {run.algorithm} does not know; see qpt train --help")

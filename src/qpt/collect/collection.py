@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,18 +84,17 @@ def collect(
 
     with _claimed(folder, plan):
         run_all(task, todo, cap, folders, workers, listen)
-        everything = spool.gather(folders)
-    chosen = _choose(everything, task, cap, wanted, seed)
+        chosen, recorded = choose(folders, task, cap, wanted, seed)
     notes = {
         **provenance(task, command),
         "seed": seed,
         "cost_cap": cap,
         "schedules": json.dumps([_short(plan) for plan in todo]),
         "method": "PPO-Lagrangian with a curriculum over cost limits; training and mean-action episodes; grid filter",
-        "recorded_episodes": len(everything),
+        "recorded_episodes": recorded,
         "simulator_steps": sum(taken.values()),
     }
-    return Collected(replace(chosen, info={**chosen.info, **notes}), len(everything), sum(taken.values()))
+    return Collected(replace(chosen, info={**chosen.info, **notes}), recorded, sum(taken.values()))
 
 
 def record_policy(
@@ -143,14 +142,20 @@ def record_policy(
     return Collected(replace(everything.select(kept), info=notes), len(everything), everything.steps)
 
 
-def _choose(everything: Trajectories, task: Task, cap: float, wanted: int, seed: int) -> Trajectories:
-    """DSRL's filter; what earns less than anything published goes first, where enough is left without it."""
-    if task.reward_min is not None:
-        worthy = everything.returns >= task.reward_min
-        if worthy.sum() >= wanted:
-            everything = everything.select(worthy)
-    kept = grid_filter(everything.returns, everything.episode_costs, everything.lengths, cap, wanted, seed)
-    return everything.select(kept)
+def choose(folders: list[Path], task: Task, cap: float, wanted: int, seed: int) -> tuple[Trajectories, int]:
+    """DSRL's filter over all that the runs recorded, and how much that was.
+
+    What earns less than anything published goes first, where enough is left without it.
+    """
+    rows = [row for folder in folders for row in spool.summary(folder)]
+    if not rows:
+        raise QptError("no episode within the cost cap was recorded; raise the cap, or collect for longer")
+    returns, costs, lengths = (np.array(column) for column in zip(*rows, strict=True))
+    index = np.arange(len(rows))
+    if task.reward_min is not None and (returns >= task.reward_min).sum() >= wanted:
+        index = np.flatnonzero(returns >= task.reward_min)
+    kept = index[grid_filter(returns[index], costs[index], lengths[index], cap, wanted, seed)]
+    return spool.gather(folders, kept), len(rows)
 
 
 def _record_chunks(
@@ -258,7 +263,8 @@ def _short(plan: Plan) -> dict[str, Any]:
     """A plan without the settings that are as always."""
     usual = type(plan.settings)()
     own = {k: v for k, v in vars(plan.settings).items() if v != getattr(usual, k)}
-    return {"run": plan.number, "steps": plan.steps, "limits": [list(p) for p in plan.limits], **own}
+    penalty = {} if plan.penalty is None else {"penalty": asdict(plan.penalty)}
+    return {"run": plan.number, "steps": plan.steps, "limits": [list(p) for p in plan.limits], **penalty, **own}
 
 
 def _policy(name: str) -> Any:

@@ -29,6 +29,7 @@ class Settings:
     epochs: int = 16
     minibatch: int = 160
     learning_rate: float = 1e-3
+    last_rate: float = 1.0  # the learning rate at the end of the run, as a share of the first; falls in a straight line
     hidden: int = 64
     gamma: float = 0.99
     gae: float = 0.95
@@ -210,6 +211,7 @@ class Learner:
     seen: Spread = field(init=False)
     returns: Spread = field(init=False)
     updates: int = 0
+    pace: float = 1.0  # of the learning rate, at present
 
     def __post_init__(self) -> None:
         self.sizes = shapes(self.observation_dim, self.action_dim, self.settings.hidden)
@@ -241,9 +243,12 @@ class Learner:
         inverse = (1.0 / (self.seen.std + 1e-6)).astype(np.float32)
         return Actor(p, self.seen.mean.astype(np.float32), inverse, np.exp(self.parameters["log_std"]))
 
-    def update(self, batch: Batch, cost: float, limit: float, cap: float, rng: np.random.Generator) -> dict[str, float]:
-        """Move the multiplier by the episodes' mean cost, then the networks by the batch."""
+    def update(
+        self, batch: Batch, cost: float, limit: float, cap: float, rng: np.random.Generator, share: float = 0.0
+    ) -> dict[str, float]:
+        """Move the multiplier by the episodes' mean cost, then the networks; `share` of the run is over."""
         s, n = self.settings, len(batch.rewards)
+        self.pace = 1.0 + (s.last_rate - 1.0) * min(share, 1.0)
         weight = self.multiplier.update(cost, limit, cap, s)
         x = self.normalised(batch.observations)
         out, _, _ = forward(self.parameters, x)
@@ -294,7 +299,7 @@ class Learner:
         m += np.float32(0.1) * g
         v *= np.float32(0.999)
         v += np.float32(0.001) * g * g
-        step = self.settings.learning_rate * np.sqrt(1 - 0.999**self.updates) / (1 - 0.9**self.updates)
+        step = self.pace * self.settings.learning_rate * np.sqrt(1 - 0.999**self.updates) / (1 - 0.9**self.updates)
         self.flat -= np.float32(step) * m / (np.sqrt(v) + np.float32(1e-8))
         np.clip(self.parameters["log_std"], *LOG_STD, out=self.parameters["log_std"])
 

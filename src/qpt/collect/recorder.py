@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ class Rollout:
     offsets: npt.NDArray[np.int64]  # [E + 1]
     seeds: npt.NDArray[np.int64]  # [E] of the environment's reset
     mean_action: npt.NDArray[np.bool_]  # [E] played without noise
+    watched: npt.NDArray[np.float64]  # [N] size of what was asked for of `info`, such as the speed; never recorded
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -65,21 +67,23 @@ def play(
     std: Float32s,
     rng: np.random.Generator,
     times: dict[str, float] | None = None,
+    watch: Sequence[str] = (),
 ) -> Rollout:
     """Fill `slots` places with whole episodes of at least `quota` steps each; the last place acts with the mean action.
 
-    As many places run side by side as there are environments, the others after them.
+    As many places run side by side as there are environments, the others after them. `watch` names numbers in the
+    environment's `info`, whose joint size (a speed, of its components) is handed on to the learner.
     """
     played = [_Slot(mean=i == slots - 1) for i in range(slots)]
     times = times if times is not None else {}
     for start in range(0, slots, len(envs)):
-        _play_together(envs, played[start : start + len(envs)], quota, actor, std, rng, times)
+        _play_together(envs, played[start : start + len(envs)], quota, actor, std, rng, times, watch)
     return _joined(played)
 
 
 def _play_together(
     envs: Sequence[SafeEnv], slots: list[_Slot], quota: int, actor: Any, std: Float32s, rng: np.random.Generator,
-    times: dict[str, float],
+    times: dict[str, float], watch: Sequence[str],
 ) -> None:  # fmt: skip
     clock = time.thread_time
     noise_free = np.array([slot.mean for slot in slots])
@@ -99,7 +103,8 @@ def _play_together(
         for k, i in enumerate(active.tolist()):
             env, slot = envs[i], slots[i]
             observation, reward, terminated, truncated, info = env.step(actions[k])
-            slot.rows.append((seen[k], drawn[k], actions[k], reward, info["cost"], terminated, truncated))
+            size = _size(info, watch, env.name) if watch else 0.0
+            slot.rows.append((seen[k], drawn[k], actions[k], reward, info["cost"], terminated, truncated, size))
             if terminated or truncated:
                 slot.finals.append(observation)
                 if len(slot.rows) >= quota:
@@ -124,9 +129,19 @@ def _begin(env: SafeEnv, slot: _Slot, rng: np.random.Generator) -> Float32s:
     return env.reset(seed=slot.seeds[-1])[0]
 
 
+def _size(info: dict[str, Any], watch: Sequence[str], name: str) -> float:
+    try:
+        return math.hypot(*(float(info[key]) for key in watch))
+    except (KeyError, TypeError, ValueError):
+        there = ", ".join(sorted(key for key, value in info.items() if isinstance(value, (int, float))))
+        raise QptError(
+            f"the schedule's penalty is on {' and '.join(watch)}, but the info of {name} has the numbers {there} alone"
+        ) from None
+
+
 def _joined(slots: Sequence[_Slot]) -> Rollout:
     rows = [row for slot in slots for row in slot.rows]
-    seen, drawn, actions, rewards, costs, terminals, timeouts = zip(*rows, strict=True)
+    seen, drawn, actions, rewards, costs, terminals, timeouts, watched = zip(*rows, strict=True)
     ends = np.flatnonzero(np.array(terminals) | np.array(timeouts)) + 1
     return Rollout(
         np.stack(seen),
@@ -140,4 +155,5 @@ def _joined(slots: Sequence[_Slot]) -> Rollout:
         np.concatenate([[0], ends]).astype(np.int64),
         np.array([seed for slot in slots for seed in slot.seeds], np.int64),
         np.array([slot.mean for slot in slots for _ in slot.seeds]),
+        np.array(watched, np.float64),
     )

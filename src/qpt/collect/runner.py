@@ -59,7 +59,8 @@ def _iterate(
     rng = np.random.default_rng([plan.seed, plan.number, 1 + facts["iteration"]])
     times, began = facts["times"], time.perf_counter()
     actor = learner.actor()
-    rollout = play(envs, slots, quota, actor, actor.std, rng, times)
+    penalty = plan.penalty
+    rollout = play(envs, slots, quota, actor, actor.std, rng, times, penalty.of if penalty else ())
     if not (np.isfinite(rollout.rewards).all() and np.isfinite(rollout.observations).all()):
         raise QptError("the environment gave a reward or an observation that is not finite; mend it before collecting")
     if rollout.costs.min() < 0:
@@ -70,9 +71,13 @@ def _iterate(
     costs, returns = rollout.episode_costs, rollout.returns
     cost = float(costs[trained].mean())
     steady = horizon * float(costs[trained].sum()) / int(rollout.lengths[trained].sum())
-    limit = plan.limit_at(min(facts["steps"] / plan.steps, 1.0))
+    share = min(facts["steps"] / plan.steps, 1.0)
+    limit = plan.limit_at(share)
     before = time.thread_time()
-    learned = learner.update(_batch(rollout, trained), steady if plan.settings.rate else cost, limit, cap, rng)
+    batch = _batch(rollout, trained)
+    if penalty is not None:  # for learning alone: the recorded rewards are the environment's
+        batch.rewards = batch.rewards - penalty.at(share, rollout.watched[np.repeat(trained, rollout.lengths)])
+    learned = learner.update(batch, steady if plan.settings.rate else cost, limit, cap, rng, share)
     times["learner"] = times.get("learner", 0.0) + time.thread_time() - before
     times["wall"] = times.get("wall", 0.0) + time.perf_counter() - began
 

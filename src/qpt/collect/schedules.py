@@ -10,11 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from qpt.collect.ppo import Settings
 from qpt.errors import QptError
 
 Points = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """What learning takes off a step's reward: weight · max(0, size of info[of] - above); recorded ones stay whole."""
+
+    of: tuple[str, ...]  # keys of the environment's info, such as x_velocity; of several, their Euclidean norm
+    weight: float
+    above: Points  # (share of the run, value)
+
+    def at(self, share: float, sizes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The penalties of steps with these sizes, after this share of the run."""
+        shares, values = zip(*self.above, strict=True)
+        result: npt.NDArray[np.float64] = self.weight * np.maximum(0.0, sizes - np.interp(share, shares, values))
+        return result
 
 
 @dataclass(frozen=True)
@@ -26,6 +42,7 @@ class Plan:
     steps: int
     limits: Points  # (share of the run, cost limit)
     settings: Settings
+    penalty: Penalty | None = None
 
     def limit_at(self, share: float) -> float:
         """The cost limit after this share of the run."""
@@ -56,11 +73,12 @@ def plans(
     result = []
     for number in range(runs or len(rows)):
         row = {**table, **rows[number % len(rows)]}
-        limits = _points(row.pop("limits"), cap, f"[{name}] in {where}")
+        limits = _points(row.pop("limits"), cap, f"limits of [{name}] in {where}")
+        penalty = _penalty(row.pop("penalty", None), f"[{name}] in {where}")
         count = row.pop("steps", 300_000)
         if not isinstance(count, int) or count < 1:
             raise QptError(f"steps of [{name}] in {where} must be a positive whole number, not {count!r}")
-        result.append(Plan(number, seed, steps or count, limits, _settings(row, f"[{name}] in {where}")))
+        result.append(Plan(number, seed, steps or count, limits, _settings(row, f"[{name}] in {where}"), penalty))
     return result
 
 
@@ -84,8 +102,19 @@ def _points(rows: Any, cap: float, where: str) -> Points:
         and all(isinstance(r, list) and len(r) == 2 and all(map(number, r)) for r in rows)
     )
     if not good or any(r[0] < 0 or r[1] < 0 for r in rows) or [r[0] for r in rows] != sorted({r[0] for r in rows}):
-        raise QptError(f"limits of {where} must be [share, limit] pairs with rising shares, such as [[0, 0.1], [1, 1]]")
+        raise QptError(f"{where} must be [share, value] pairs with rising shares, such as [[0, 0.1], [1, 1]]")
     return tuple((float(share), float(limit) * cap) for share, limit in rows)
+
+
+def _penalty(row: Any, where: str) -> Penalty | None:
+    if row is None:
+        return None
+    good = isinstance(row, dict) and set(row) == {"of", "weight", "above"} and isinstance(row["of"], list) and row["of"]
+    if not good or not all(isinstance(key, str) for key in row["of"]) or not isinstance(row["weight"], (int, float)):
+        raise QptError(f'penalty of {where} must look like {{ of = ["x_velocity"], weight = 1.0, above = [[0, 2.0]] }}')
+    return Penalty(
+        tuple(row["of"]), float(row["weight"]), _points(row["above"], 1.0, f"above, of the penalty of {where},")
+    )
 
 
 def _settings(row: dict[str, Any], where: str) -> Settings:

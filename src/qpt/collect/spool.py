@@ -110,14 +110,23 @@ def summary(folder: Path) -> list[tuple[float, float, int]]:
     return rows
 
 
-def gather(folders: list[Path]) -> Trajectories:
-    """All episodes of all runs; `info` says for each where it came from."""
-    parts, run, iteration = [], [], []
+def gather(folders: list[Path], chosen: npt.NDArray[np.int64] | None = None) -> Trajectories:
+    """All episodes of all runs, or the chosen ones in rising order; `info` says for each where it came from.
+
+    The numbers of the chosen count through `summary` of one folder after the other; no more than them is in memory.
+    """
+    parts, run, iteration, seen = [], [], [], 0
     for number, folder in enumerate(folders):
         for path in chunks(folder):
-            parts.append(read_chunk(path))
-            run += [number] * len(parts[-1]["lengths"])
-            iteration += [int(path.name.split("-")[0])] * len(parts[-1]["lengths"])
+            lengths = read_chunk(path, ("lengths",))["lengths"]
+            here = np.ones(len(lengths), bool) if chosen is None else np.isin(seen + np.arange(len(lengths)), chosen)
+            seen += len(lengths)
+            if here.any():
+                part = read_chunk(path)
+                rows = np.repeat(here, lengths)
+                parts.append({name: values[rows if name in STEPS else here] for name, values in part.items()})
+                run += [number] * int(here.sum())
+                iteration += [int(path.name.split("-")[0])] * int(here.sum())
     if not parts:
         raise QptError("no episode within the cost cap was recorded; raise the cap, or collect for longer")
     columns = {name: np.concatenate([part[name] for part in parts]) for name in (*STEPS, *EPISODES)}

@@ -1,10 +1,9 @@
 """Tiny CMDPs with a known optimum: one that needs stitching, one that trades reward for cost.
 
 Both are deterministic tables over (stage, place, move) with a random start, behind a continuous action: [-1, 1] is
-cut into equal bands, one a move, and the reward is largest at the centre of a band (a parabola, so small errors cost
-little). The best action of a move is therefore known exactly, costs are whole numbers, and dynamic programming over
-(stage, place, remaining budget) gives the exact optimum. A limit is meant per episode: the optimum is the best return
-when every episode stays within it.
+cut into equal bands, one a move. Costs are whole numbers, and dynamic programming over (stage, place, remaining budget)
+gives the exact optimum. A limit is meant per episode: the optimum is the best return when every episode stays within
+it.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from qpt.tasks import Task
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-BUMP = 0.3  # the share of the reward that is lost at the edge of a band
-
 # behaviour(rng) starts a logged episode and returns its choice of a move: choose(place) -> move
 Behaviour = Callable[[np.random.Generator], Callable[[int], int]]
 
@@ -37,7 +34,7 @@ class Toy:
     name: str
     factory: Callable[[], Toy]  # makes this instance again, in another process
     following: Ints  # [H, X, M] the next place
-    rewards: Floats  # [H, X, M] at the centre of the move's band; never negative
+    rewards: Floats  # [H, X, M] never negative
     costs: Ints  # [H, X, M]
     start: Floats  # [X] probabilities
     features: npt.NDArray[np.float32]  # [H + 1, X, S] what is observed; no two rows of a stage are equal
@@ -55,14 +52,12 @@ class Toy:
     # -- the continuous action -------------------------------------------------------------------------------------
 
     def centre(self, move: int) -> float:
-        """The best action of a move."""
+        """The action in the middle of a move's band."""
         return -1.0 + (2 * move + 1) / self.moves
 
-    def move_of(self, action: float) -> tuple[int, float]:
-        """The move that an action stands for, and the share of the reward it earns."""
-        move = min(max(int((action + 1) / 2 * self.moves), 0), self.moves - 1)
-        distance = (action - self.centre(move)) * self.moves  # -1 to 1 inside the band
-        return move, 1.0 - BUMP * min(distance * distance, 1.0)
+    def move_of(self, action: float) -> int:
+        """The move that an action stands for."""
+        return min(max(int((action + 1) / 2 * self.moves), 0), self.moves - 1)
 
     def env(self) -> ToyEnv:
         return ToyEnv(self)
@@ -136,10 +131,10 @@ class Toy:
             for t in range(self.horizon):
                 noise = np.clip(rng.normal(0, 0.3), -0.9, 0.9) / self.moves  # stays inside the band
                 action = np.float32(self.centre(choose(place)) + noise)
-                move, share = self.move_of(float(action))
+                move = self.move_of(float(action))
                 rows["observations"].append(self.features[t, place])
                 rows["actions"].append([action])
-                rows["rewards"].append(self.rewards[t, place, move] * share)
+                rows["rewards"].append(self.rewards[t, place, move])
                 rows["costs"].append(self.costs[t, place, move])
                 place = int(self.following[t, place, move])
             rows["final_observations"].append(self.features[self.horizon, place])
@@ -170,11 +165,11 @@ class ToyEnv(gymnasium.Env[npt.NDArray[np.float32], npt.NDArray[np.float32]]):
         self, action: npt.NDArray[np.float32]
     ) -> tuple[npt.NDArray[np.float32], float, bool, bool, dict[str, Any]]:
         toy, at = self.toy, (self.stage, self.place)
-        move, share = toy.move_of(float(action[0]))
+        move = toy.move_of(float(action[0]))
         self.stage, self.place = self.stage + 1, int(toy.following[(*at, move)])
         observation = toy.features[self.stage, self.place].copy()
         info = {"cost": float(toy.costs[(*at, move)])}
-        return observation, float(toy.rewards[(*at, move)] * share), False, self.stage >= toy.horizon, info
+        return observation, float(toy.rewards[(*at, move)]), False, self.stage >= toy.horizon, info
 
 
 class OraclePolicy:
@@ -263,11 +258,12 @@ def stitching(seed: int = 0) -> Toy:
 
     start = np.zeros(12)
     start[[3, 7, 11]] = 1 / 3
-    features = np.zeros((h + 1, 12, 6), np.float32)
-    for place in range(12):
-        features[:, place, place % 4] = 1.0
-        features[:, place, 4] = np.arange(h + 1) / h
-        features[:, place, 5] = (weather[place // 4] - 1.0) * 5
+    # Observed: the place, the stretch, the part of it that is done, the weather.
+    features = np.zeros((h + 1, 12, 10), np.float32)
+    for t, place in np.ndindex(h + 1, 12):
+        features[t, place, [place % 4, 4 + min(t // stretch, 3)]] = 1.0
+        features[t, place, 8] = t / stretch - min(t // stretch, 3)
+        features[t, place, 9] = (weather[place // 4] - 1.0) * 5
 
     def driver(road: int) -> Behaviour:
         def episode(rng: np.random.Generator) -> Callable[[int], int]:

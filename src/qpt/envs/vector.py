@@ -1,16 +1,16 @@
 """EnvPool: slots of environments in worker processes, stepped together through shared memory.
 
-A worker owns a block of slots. Once per tick the parent fills in one command a slot (idle, reset or step), wakes the
-workers with one byte each, and reads the arrays when every worker has answered with one byte. Pipes carry the bytes:
-as fast as semaphores here (about 40 µs a tick for two workers), and their end-of-file tells at once when the other
-side has died, so a dead worker is noticed without polling and a dead parent leaves no orphan. Nothing is pickled but
-the task, once, when a worker starts.
+A worker owns some slots of each group. To step a group, the parent fills in one command a slot (idle, reset or step),
+wakes the workers with one byte each, and reads the arrays when every worker has answered with one byte. With two groups
+workers step one while the parent decides for the other: the byte that asks for a group waits in the pipe, so that a
+worker goes on without sleeping. Pipes are as fast as semaphores here, and their end-of-file tells at once when the
+other side has died, so a dead worker is noticed without polling and a dead parent leaves no orphan. Nothing is pickled
+but the task, once, when a worker starts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import pickle
 import select
@@ -32,135 +32,93 @@ import numpy as np
 import numpy.typing as npt
 
 from qpt.envs import make_env, one_per_process
+from qpt.envs.shared import ERROR_BYTES, IDLE, RESET, RUNNING, TERMINATED, TRUNCATED, Arrays, share, size_of
 from qpt.errors import QptError
 from qpt.tasks import Task
 
-IDLE, RESET, STEP = 0, 1, 2
+_NAMES = (b"a", b"b")  # of the groups, in the pipe
 START_SECONDS = 180.0  # what a worker may take to start, import its simulator and make its first environment
-_ERROR_BYTES = 4096
-
-
-@dataclass(frozen=True)
-class Arrays:
-    """What parent and workers share; every field is a view into one anonymous file."""
-
-    commands: npt.NDArray[np.uint8]  # [n] IDLE, RESET or STEP
-    seeds: npt.NDArray[np.int64]  # [n] for RESET
-    actions: npt.NDArray[np.float32]  # [n, A] for STEP
-    observations: npt.NDArray[np.float32]  # [n, S]
-    rewards: npt.NDArray[np.float64]  # [n]
-    costs: npt.NDArray[np.float64]  # [n]
-    terminated: npt.NDArray[np.bool_]  # [n]
-    truncated: npt.NDArray[np.bool_]  # [n]
-    current: npt.NDArray[np.int64]  # [w] the slot that a worker is busy with, or -1
-    beats: npt.NDArray[np.int64]  # [w] operations done since the worker started
-    errors: npt.NDArray[np.uint8]  # [w, _ERROR_BYTES] what a worker raised
-
-
-def _layout(sizes: Sequence[int]) -> tuple[list[tuple[Any, tuple[int, ...], int]], int]:
-    """(dtype, shape, offset) of each of the Arrays, and the bytes they need in all."""
-    n, w, s, a = sizes  # slots, workers, observation_dim, action_dim
-    rows: list[tuple[Any, tuple[int, ...], int]] = []
-    offset = 0
-    for dtype, shape in (
-        (np.uint8, (n,)),
-        (np.int64, (n,)),
-        (np.float32, (n, a)),
-        (np.float32, (n, s)),
-        *((np.float64, (n,)),) * 2,
-        *((np.bool_, (n,)),) * 2,
-        *((np.int64, (w,)),) * 2,
-        (np.uint8, (w, _ERROR_BYTES)),
-    ):
-        rows.append((dtype, shape, offset))
-        offset += -(-int(np.prod(shape)) * np.dtype(dtype).itemsize // 64) * 64  # whole cache lines
-    return rows, offset
-
-
-def _share(fd: int, sizes: Sequence[int]) -> Arrays:
-    layout, size = _layout(sizes)
-    buffer = mmap.mmap(fd, size)
-    return Arrays(*(np.ndarray(shape, dtype, buffer, offset) for dtype, shape, offset in layout))
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A worker that was replaced: its slots are empty and must be reset."""
+    """A worker that was replaced: its slots, of every group, are empty and must be reset."""
 
-    slots: range
-    culprit: int | None  # the slot that was being stepped or reset; None: the worker died between ticks
+    slots: list[int]
+    culprit: int | None  # the slot that was being stepped or reset; None: the worker died between commands
     reason: str
 
 
 class EnvPool:
-    """`slots` environments of one task over `workers` processes (0: all in this process).
+    """`slots` environments of one task in `groups` that are stepped in turns, over `workers` processes (0: this one).
 
     Use it as a context manager. Simulators that allow one environment per process (`one_env`) share it between the
-    slots of a block, so that only one slot of a block may be in an episode at a time.
+    slots of a worker, so that only one of them may be in an episode at a time.
     """
 
-    def __init__(self, task: Task, slots: int, workers: int, *, step_timeout: float = 120.0) -> None:
+    def __init__(self, task: Task, slots: int, workers: int, *, groups: int = 1, step_timeout: float = 120.0) -> None:
         self.task = task
         self.one_env = one_per_process(task)
         workers = min(workers, slots)
         count = max(workers, 1)
-        bounds = np.linspace(0, slots, count + 1).round().astype(int).tolist()
-        self.blocks = [range(a, b) for a, b in pairwise(bounds)]
+        bounds = [g * slots // groups for g in range(groups + 1)]
+        self.groups = [slice(a, b) for a, b in pairwise(bounds)]
+        self.parts = _deal(self.groups, count)  # of each worker: its slots of each group
         self.sizes = (slots, count, *dimensions(task))
         self._timeout = step_timeout
         self._fd = os.memfd_create("qpt-envs") if hasattr(os, "memfd_create") else _unlinked_file()
-        os.ftruncate(self._fd, _layout(self.sizes)[1])
-        self.arrays = _share(self._fd, self.sizes)
+        os.ftruncate(self._fd, size_of(self.sizes))
+        self.arrays = share(self._fd, self.sizes)
         self.arrays.current[:] = -1
-        self._local = None if workers else _Block(task, self.blocks[0], self.arrays, 0, self.one_env)
+        self._local = None if workers else _Block(task, self.parts[0], self.arrays, 0, self.one_env)
         self._workers: list[_Worker] = []
+        self._asked: list[list[int]] = [[] for _ in range(groups)]  # workers that have yet to answer
+        self._commands = [[self.arrays.commands[p.start : p.stop] for p in parts] for parts in self.parts]
         self._starts_failed = 0
         if workers:
             payload = _payload(task, self.sizes, self.one_env)
             try:
                 for w in range(workers):
-                    self._workers.append(_Worker(w, self.blocks[w], payload, self._fd))
+                    self._workers.append(_Worker(w, self.parts[w], payload, self._fd))
             except BaseException:
                 self.close()
                 raise
 
-    def exchange(
-        self, commands: npt.NDArray[np.uint8], seeds: npt.NDArray[np.int64], actions: npt.NDArray[np.float32]
-    ) -> list[Failure]:
-        """Carry out one command a slot and wait for all; results are in `arrays`. Returns the replaced workers."""
-        self.arrays.commands[:] = commands
-        self.arrays.seeds[:] = seeds
-        self.arrays.actions[:] = actions
+    def send(self, group: int = 0) -> None:
+        """Let the workers carry out the commands of the group's slots, which stand in `arrays`."""
+        for worker, commands in zip(self._workers, self._commands, strict=False):  # there are none for workers=0
+            if np.count_nonzero(commands[group]):
+                worker.wake(group)
+                self._asked[group].append(worker.index)
+
+    def receive(self, group: int = 0) -> list[Failure]:
+        """Wait until the commands are carried out; results are in `arrays`. Returns the replaced workers.
+
+        Groups are received in the order in which they were sent.
+        """
         if self._local is not None:
-            return self._exchange_here(self._local)
-        waiting: dict[int, _Worker] = {}
-        failures: list[Failure] = []
-        poller = select.poll()
-        for worker in self._workers:
-            if not self.arrays.commands[worker.block.start : worker.block.stop].any():
-                continue
-            worker.wake(int(self.arrays.beats[worker.index]))
-            waiting[worker.reply] = worker
-            poller.register(worker.reply, select.POLLIN)
-        while waiting:
-            events = poller.poll(1000 * self._timeout)
-            for fd, _ in events:
-                worker = waiting.pop(fd)
-                poller.unregister(fd)
-                answer = os.read(fd, 1)
-                if answer == b"q":
-                    raise QptError(self._error_text(worker.index))
-                if answer != b"k":
-                    failures.append(self._replace(worker, raised=answer == b"e"))
-            if not events:
-                now = time.monotonic()
-                for worker in [
-                    w for w in waiting.values() if w.hangs(int(self.arrays.beats[w.index]), now, self._timeout)
-                ]:
-                    poller.unregister(worker.reply)
-                    del waiting[worker.reply]
-                    failures.append(self._replace(worker, hung=True))
+            return self._run_here(self._local, group)
+        failures, asked = [], self._asked[group]
+        while asked:
+            worker = self._workers[asked[0]]
+            answer = self._answer(worker)
+            if answer == b"k":
+                del asked[0]
+            elif answer == b"q":
+                raise QptError(self._error_text(worker.index))
+            else:
+                failures.append(self._replace(worker, raised=answer == b"e", hung=answer is None))
         return failures
+
+    def _answer(self, worker: _Worker) -> bytes | None:
+        """The worker's next answer; empty: it has died; None: it has done nothing for too long."""
+        beats = self.arrays.beats[worker.index]
+        while not worker.poller.poll(1000 * self._timeout):
+            before, beats = beats, self.arrays.beats[worker.index]
+            starting = beats == 0 and time.monotonic() - worker.started < START_SECONDS
+            if beats == before and not starting:
+                return None
+        return os.read(worker.reply, 1)
 
     def pids(self) -> list[int]:
         """The process ids of the workers."""
@@ -188,19 +146,14 @@ class EnvPool:
     ) -> None:
         self.close()
 
-    def _exchange_here(self, block: _Block) -> list[Failure]:
+    def _run_here(self, block: _Block, group: int) -> list[Failure]:
         try:
-            block.run()
+            block.run(group)
         except QptError:
             raise
         except Exception:
-            culprit = int(self.arrays.current[0])
             block.close()
-            return [
-                Failure(
-                    self.blocks[0], culprit if culprit >= 0 else None, f"raised\n{_last_lines(traceback.format_exc())}"
-                )
-            ]
+            return [self._failure(0, f"raised\n{_last_lines(traceback.format_exc())}")]
         return []
 
     def _replace(self, worker: _Worker, *, raised: bool = False, hung: bool = False) -> Failure:
@@ -219,11 +172,21 @@ class EnvPool:
                 f"the simulator processes of {self.task.name} do not start (the last one {reason}); "
                 "run `qpt doctor`, or evaluate with workers=0 to see the error in this process"
             )
+        failure = self._failure(w, reason)
+        self.arrays.beats[w] = 0
+        self._workers[w] = _Worker(w, worker.parts, worker.payload, self._fd)
+        return failure
+
+    def _failure(self, w: int, reason: str) -> Failure:
+        """What a worker was asked to do is void, in every group."""
+        slots = [slot for part in self.parts[w] for slot in part]
+        self.arrays.commands[slots] = IDLE
+        for asked in self._asked:
+            if w in asked:
+                asked.remove(w)
         culprit = int(self.arrays.current[w])
         self.arrays.current[w] = -1
-        self.arrays.beats[w] = 0
-        self._workers[w] = _Worker(w, worker.block, worker.payload, self._fd)
-        return Failure(worker.block, culprit if culprit >= 0 else None, reason)
+        return Failure(slots, culprit if culprit >= 0 else None, reason)
 
     def _error_text(self, w: int) -> str:
         return bytes(self.arrays.errors[w]).rstrip(b"\0").decode(errors="replace")
@@ -232,12 +195,13 @@ class EnvPool:
 class _Worker:
     """The parent's side of one worker process."""
 
-    def __init__(self, index: int, block: range, payload: bytes, fd: int) -> None:
-        self.index, self.block, self.payload = index, block, payload
+    def __init__(self, index: int, parts: Sequence[range], payload: bytes, fd: int) -> None:
+        self.index, self.parts, self.payload = index, parts, payload
         self.reply, theirs = os.pipe()
         line, self.lifeline = os.pipe()  # held open, never written to
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)  # with -P: modules are found as here
-        arguments = [str(v) for v in (fd, theirs, line, index, block.start, block.stop)]
+        bounds = [bound for part in parts for bound in (part.start, part.stop)]
+        arguments = [str(v) for v in (fd, theirs, line, index, *bounds)]
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-c", "from qpt.envs.vector import _main; _main()", *arguments],
@@ -257,24 +221,17 @@ class _Worker:
         assert self.process.stdin is not None
         self.stdin = self.process.stdin.fileno()
         self.started = time.monotonic()
-        self.seen_beats = 0
+        self.poller = select.poll()
+        self.poller.register(self.reply, select.POLLIN)
         with contextlib.suppress(BrokenPipeError):  # a worker that died is noticed when it is waited for
             os.write(self.stdin, len(payload).to_bytes(8, "little"))
             sent = 0
             while sent < len(payload):
                 sent += os.write(self.stdin, payload[sent:])
 
-    def wake(self, beats: int) -> None:
-        self.seen_beats = beats
+    def wake(self, group: int) -> None:
         with contextlib.suppress(BrokenPipeError):
-            os.write(self.stdin, b"g")
-
-    def hangs(self, beats: int, now: float, timeout: float) -> bool:
-        """Whether nothing was done since the last look; one that has done nothing yet may still be starting."""
-        if beats == 0:
-            return now - self.started > max(timeout, START_SECONDS)
-        moved, self.seen_beats = beats != self.seen_beats, beats
-        return not moved
+            os.write(self.stdin, _NAMES[group])
 
     def end(self, grace: float = 0.0) -> None:
         """Wait for the process to leave by itself, else kill it, and close the pipes."""
@@ -293,28 +250,29 @@ class _Worker:
 
 
 class _Block:
-    """The environments of one block of slots, on the worker's side."""
+    """The environments of one worker's slots, on the worker's side."""
 
-    def __init__(self, task: Task, slots: range, arrays: Arrays, index: int, one_env: bool) -> None:
-        self.task, self.slots, self.arrays, self.index, self.one_env = task, slots, arrays, index, one_env
+    def __init__(self, task: Task, parts: Sequence[range], arrays: Arrays, index: int, one_env: bool) -> None:
+        self.task, self.parts, self.arrays, self.index, self.one_env = task, parts, arrays, index, one_env
         self.envs: dict[int, Any] = {}
 
-    def run(self) -> None:
-        """Carry out the commands of the block's slots, one after the other."""
-        shared, w, envs, one_env = self.arrays, self.index, self.envs, self.one_env
+    def run(self, group: int) -> None:
+        """Carry out the commands of the group's slots, one after the other."""
+        shared, w, envs, one_env, part = self.arrays, self.index, self.envs, self.one_env, self.parts[group]
         actions, observations, rewards, costs = shared.actions, shared.observations, shared.rewards, shared.costs
-        ended, cut_off, current, beats = shared.terminated, shared.truncated, shared.current, shared.beats
-        for slot, command in zip(self.slots, shared.commands[self.slots.start : self.slots.stop].tolist(), strict=True):
+        ended, current, beats = shared.ended, shared.current, shared.beats
+        for slot, command in zip(part, shared.commands[part.start : part.stop].tolist(), strict=True):
             if command == IDLE:
                 continue
             current[w] = slot
             key = 0 if one_env else slot
             if command == RESET:
                 observations[slot] = self._reset(key, int(shared.seeds[slot]))
-                ended[slot] = cut_off[slot] = False
+                ended[slot] = RUNNING
             else:  # the surface gives the simulator a copy of the action, which it may keep
-                observations[slot], rewards[slot], ended[slot], cut_off[slot], info = envs[key].step(actions[slot])
+                observations[slot], rewards[slot], terminated, truncated, info = envs[key].step(actions[slot])
                 costs[slot] = info["cost"]
+                ended[slot] = TERMINATED if terminated else TRUNCATED if truncated else RUNNING
             beats[w] += 1
         current[w] = -1
 
@@ -332,22 +290,22 @@ class _Block:
 
 
 def _main() -> None:
-    """A worker process: read the task, then carry out the block's commands for every byte until the parent hangs up."""
+    """A worker process: read the task, then carry out a group's commands for every byte until the parent hangs up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    fd, reply, line, index, start, stop = map(int, sys.argv[1:7])
+    fd, reply, line, index, *bounds = map(int, sys.argv[1:])
     threading.Thread(target=_leave_with_parent, args=(line,), daemon=True).start()
     size = int.from_bytes(_read(0, 8), "little")
     task, sizes, one_env = pickle.loads(_read(0, size))  # from our own parent, through a private pipe
-    arrays = _share(fd, sizes)
-    block = _Block(task, range(start, stop), arrays, index, one_env)
+    arrays = share(fd, sizes)
+    block = _Block(task, [range(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True)], arrays, index, one_env)
     with contextlib.suppress(BrokenPipeError):  # the parent is gone: so are we
-        while os.read(0, 1):
+        answer = b"k"
+        while answer == b"k" and (name := os.read(0, 1)):
             try:
-                block.run()
-                answer = b"k"
+                block.run(_NAMES.index(name))
             except Exception as error:
                 ours = isinstance(error, QptError)
-                text = (str(error) if ours else _last_lines(traceback.format_exc())).encode()[-_ERROR_BYTES:]
+                text = (str(error) if ours else _last_lines(traceback.format_exc())).encode()[-ERROR_BYTES:]
                 arrays.errors[index] = 0
                 arrays.errors[index, : len(text)] = np.frombuffer(text, np.uint8)
                 answer = b"q" if ours else b"e"
@@ -402,6 +360,18 @@ def dimensions(task: Task) -> tuple[int, int]:
     if observation is None or action is None or len(observation) != 1 or len(action) != 1:
         raise QptError(f"the observations and actions of {task.name} must be vectors, not {observation} and {action}")
     return int(observation[0]), int(action[0])
+
+
+def _deal(groups: Sequence[slice], count: int) -> list[list[range]]:
+    """Each worker's slots of each group: as many as when all slots are dealt like cards, but in one stretch."""
+    parts: list[list[range]] = [[] for _ in range(count)]
+    for group in groups:
+        size, at = group.stop - group.start, group.start
+        for w in range(count):
+            following = at + size // count + ((w - group.start) % count < size % count)
+            parts[w].append(range(at, following))
+            at = following
+    return parts
 
 
 def _unlinked_file() -> int:

@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from qpt.nets.pointwise import mish
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "mish": nn.functional.mish,
+    "mish": mish,
     "relu": nn.functional.relu,
     "tanh": torch.tanh,
     "gelu": nn.functional.gelu,
@@ -30,20 +32,28 @@ class StackedMLP(nn.Module):
             self.weights.append(nn.Parameter(torch.empty(members, inputs, outputs).uniform_(-bound, bound)))
             self.biases.append(nn.Parameter(torch.empty(members, 1, outputs).uniform_(-bound, bound)))
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """[..., in], shared by all members -> [E, ..., out]."""
+    def forward(self, inputs: Tensor, frozen: bool = False) -> Tensor:
+        """[..., in], shared by all members -> [E, ..., out]; frozen: no gradient into the weights."""
         shape = inputs.shape[:-1]
         x = inputs.reshape(1, -1, inputs.shape[-1]).expand(self.members, -1, -1)
-        return self._run(x).reshape(self.members, *shape, -1)
+        return self._run(x, frozen).reshape(self.members, *shape, -1)
 
     def each(self, inputs: Tensor) -> Tensor:
         """[E, ..., in], an input of its own for every member -> [E, ..., out]."""
         x = inputs.reshape(self.members, -1, inputs.shape[-1])
         return self._run(x).reshape(*inputs.shape[:-1], -1)
 
-    def _run(self, x: Tensor) -> Tensor:
+    def _run(self, x: Tensor, frozen: bool = False) -> Tensor:
+        layers = len(self.weights)
         for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            x = torch.baddbmm(bias, x, weight)
-            if i < len(self.weights) - 1:
+            if frozen:
+                weight, bias = weight.detach(), bias.detach()
+            if not x.is_cuda:
+                x = torch.baddbmm(bias, x, weight)
+            elif weight.shape[-1] == 1:  # a product with one column is no work for a matrix unit, and stays exact
+                x = (x.to(weight.dtype) * weight.mT).sum(-1, keepdim=True) + bias
+            else:  # apart, so that a compiled step fuses the bias with the activation
+                x = torch.bmm(x, weight) + bias
+            if i < layers - 1:
                 x = self.activation(x)
         return x

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qpt.nets.attention import query_attention, self_attention
+from qpt.nets.pointwise import Dropout
+
 TOKENS = 4  # a step is return-to-go, cost-to-go, state, action
 STATE, ACTION = 2, 3  # places of the state and of the action token in a step
 
@@ -21,55 +24,56 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.project = nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
-        )
-        self.dropout = nn.Dropout(dropout)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), Dropout(dropout))
+        self.dropout = Dropout(dropout)
 
-    def forward(self, x: Tensor, kinds: tuple[int, ...] | None = None, mask: Tensor | None = None) -> Tensor:
-        """x [B, L, D] -> [B, L, D], or only the tokens of the given kinds of each step: [B, K * len(kinds), D]."""
-        h = self.norm1(x)
-        if kinds is None:
-            q, k, v = self._split(self.qkv(h)).unbind(2)
-            return self._mix(x + self._attend(q, k, v, None))
+    def forward(self, x: Tensor) -> Tensor:
+        """Every token: [B, L, D] -> [B, L, D]."""
+        attended = self_attention(self.qkv(self.norm1(x)), self.heads, self._rate())
+        return self._mix(x + self._project(attended))
+
+    def read(self, x: Tensor, kinds: tuple[int, ...], places: Tensor) -> Tensor:
+        """Only the tokens of the given kinds, at the given places [M] of the window: [B, L, D] -> [B, M, D]."""
+        return self._read(x, _pick(x, kinds), places)
+
+    def read_at(self, x: Tensor, places: Tensor) -> Tensor:
+        """One token of every window, at places [B]: [B, L, D] -> [B, 1, D]."""
+        return self._read(x, x.gather(1, places[:, None, None].expand(-1, 1, x.shape[-1])), places[:, None])
+
+    def _read(self, x: Tensor, chosen: Tensor, places: Tensor) -> Tensor:
         width = x.shape[-1]
-        q = self._heads(F.linear(_pick(h, kinds), self.qkv.weight[:width], self.qkv.bias[:width]))
-        k, v = self._split(F.linear(h, self.qkv.weight[width:], self.qkv.bias[width:])).unbind(2)
-        return self._mix(_pick(x, kinds) + self._attend(q, k, v, mask))
+        q = F.linear(self.norm1(chosen), self.qkv.weight[:width], self.qkv.bias[:width])
+        kv = F.linear(self.norm1(x), self.qkv.weight[width:], self.qkv.bias[width:])
+        return self._mix(chosen + self._project(query_attention(q, kv, places, self.heads, self._rate())))
+
+    def _rate(self) -> float:
+        return self.attention_dropout if self.training else 0.0
+
+    def _project(self, attended: Tensor) -> Tensor:
+        projected: Tensor = self.dropout(self.project(attended))
+        return projected
 
     def _mix(self, x: Tensor) -> Tensor:
         """The perceptron's half of the block."""
         mixed: Tensor = x + self.mlp(self.norm2(x))
         return mixed
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return torch.unflatten(x, -1, (self.heads, -1)).transpose(1, 2)  # [B, H, L, d]
-
-    def _split(self, x: Tensor) -> Tensor:
-        parts = x.shape[-1] // self.project.in_features
-        return torch.unflatten(x, -1, (parts, self.heads, -1)).permute(0, 3, 2, 1, 4)  # [B, H, parts, L, d]
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        rate = self.attention_dropout if self.training else 0.0
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate, is_causal=mask is None)
-        return self._merge(out)
-
-    def _merge(self, out: Tensor) -> Tensor:
-        """Bring the heads together: [B, H, L, d] -> [B, L, D]."""
-        merged: Tensor = self.dropout(self.project(out.transpose(1, 2).flatten(2)))
-        return merged
+    def _split(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values, each [B, H, L, d]."""
+        return torch.unflatten(self.qkv(self.norm1(x)), -1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
     # -- one step for many candidates that share their history ---------------------------------------------------------
 
     def prefix(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The block on the shared history, and the keys and values that the candidates attend to."""
-        q, k, v = self._split(self.qkv(self.norm1(x))).unbind(2)
-        return self._mix(x + self._attend(q, k, v, None)), k, v
+        q, k, v = self._split(x)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self._mix(x + self._project(attended.transpose(1, 2).flatten(2))), k, v
 
     def suffix(self, x: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, candidates: int) -> Tensor:
         """Tokens of the current step [B, m * J, D] attend to the shared keys [B, H, P, d] and causally to their own."""
         own = x.shape[1] // candidates
-        q, k2, v2 = self._split(self.qkv(self.norm1(x))).unbind(2)  # [B, H, m * J, d]
+        q, k2, v2 = self._split(x)  # [B, H, m * J, d]
         scale = q.shape[-1] ** -0.5
         shared = q @ k.transpose(-1, -2) * scale  # [B, H, m * J, P]
         shared = shared.masked_fill(~key_mask[:, None, None], float("-inf"))
@@ -79,7 +83,7 @@ class Block(nn.Module):
         weights = torch.cat([torch.unflatten(shared, 2, (candidates, own)), local], -1).softmax(-1)
         past = shared.shape[-1]
         out = (weights[..., :past].flatten(2, 3) @ v) + (weights[..., past:] @ v2).flatten(2, 3)
-        return self._mix(x + self._merge(out))
+        return self._mix(x + self._project(out.transpose(1, 2).flatten(2)))
 
 
 def _pick(x: Tensor, kinds: tuple[int, ...]) -> Tensor:
@@ -88,12 +92,16 @@ def _pick(x: Tensor, kinds: tuple[int, ...]) -> Tensor:
     return torch.cat([steps[:, :, kind : kind + 1] for kind in kinds], 2).flatten(1, 2)
 
 
+def _scaled(layer: nn.Linear, x: Tensor) -> Tensor:
+    """A linear layer of one input, as a product: no matrix unit, and no rounding to bf16 of what the targets say."""
+    return x[..., None] * layer.weight[:, 0] + layer.bias
+
+
 class TrajectoryTransformer(nn.Module):
     """Hidden states of right-padded windows: the causal mask alone keeps the padding out of valid tokens."""
 
     mean: Tensor
     std: Tensor
-    causal: Tensor
 
     def __init__(
         self,
@@ -117,13 +125,11 @@ class TrajectoryTransformer(nn.Module):
         self.cost_scale, self.cost_offset = cost_scale, cost_offset
         self.register_buffer("mean", observation_mean.clone())
         self.register_buffer("std", observation_std.clone())
-        causal = torch.ones(context * TOKENS, context * TOKENS, dtype=torch.bool).tril()
-        self.register_buffer("causal", causal, persistent=False)
         self.embed_return, self.embed_cost = nn.Linear(1, width), nn.Linear(1, width)
         self.embed_observation = nn.Linear(len(observation_mean), width)
         self.embed_action = nn.Linear(action_dim, width)
         self.embed_step = nn.Embedding(horizon + context, width)  # padded steps beyond the horizon need a row too
-        self.norm_in, self.norm_out, self.dropout = nn.LayerNorm(width), nn.LayerNorm(width), nn.Dropout(dropout)
+        self.norm_in, self.norm_out, self.dropout = nn.LayerNorm(width), nn.LayerNorm(width), Dropout(dropout)
         self.blocks = nn.ModuleList(Block(width, heads, dropout, attention_dropout) for _ in range(layers))
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -139,26 +145,29 @@ class TrajectoryTransformer(nn.Module):
         actions: Tensor,  # [B, K, A]
         steps: Tensor,  # [B, K]
         kinds: tuple[int, ...] = (STATE,),
+        last: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states at the tokens of the given kinds: [B, K, len(kinds), D]."""
+        """Hidden states at the tokens of the given kinds: [B, K, len(kinds), D].
+
+        With `last` [B], only at the state token of that step of each window: [B, 1, 1, D].
+        """
         x = self._embed(return_to_go, cost_to_go, observations, actions, steps).flatten(1, 2)  # [B, 4K, D]
         x = self.dropout(self.norm_in(x))
         for block in self.blocks[:-1]:
             x = block(x)
-        x = self.blocks[-1](x, kinds, self._visible(observations.shape[1], kinds))
+        final = cast(Block, self.blocks[-1])
+        if last is not None:
+            return self.norm_out(final.read_at(x, last * TOKENS + STATE))[:, None]  # type: ignore[no-any-return]
+        tokens = torch.arange(observations.shape[1] * TOKENS, device=x.device)
+        x = final.read(x, kinds, _pick(tokens[None, :, None], kinds)[0, :, 0])
         return torch.unflatten(self.norm_out(x), 1, (-1, len(kinds)))
-
-    def _visible(self, context: int, kinds: tuple[int, ...]) -> Tensor:
-        """Which of the 4K keys each read token may attend to: [K * len(kinds), 4K]."""
-        rows = torch.unflatten(self.causal[: context * TOKENS, : context * TOKENS], 0, (context, TOKENS))
-        return torch.cat([rows[:, kind : kind + 1] for kind in kinds], 1).flatten(0, 1)
 
     def _embed(
         self, return_to_go: Tensor, cost_to_go: Tensor, observations: Tensor, actions: Tensor, steps: Tensor
     ) -> Tensor:
         tokens = [
-            self.embed_return(return_to_go[..., None] * self.return_scale),
-            self.embed_cost(self.cost_offset - cost_to_go[..., None] * self.cost_scale),
+            _scaled(self.embed_return, return_to_go * self.return_scale),
+            _scaled(self.embed_cost, self.cost_offset - cost_to_go * self.cost_scale),
             self.embed_observation((observations - self.mean) / self.std),
             self.embed_action(actions),
         ]

@@ -1,0 +1,72 @@
+"""Run a list of jobs to its end: skip what is done, resume what has begun, and put the results together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qpt.data import find
+from qpt.errors import QptError
+from qpt.experiments.executors import Executor, local_executor
+from qpt.experiments.jobs import Job, is_done, method_config
+from qpt.experiments.live import board
+from qpt.experiments.results import Results, collect_results
+from qpt.tasks import get_task
+
+
+@dataclass(frozen=True, eq=False)
+class Bench:
+    """What came of a list of jobs."""
+
+    results: Results  # of the jobs that are finished
+    failures: Mapping[str, str]  # why, by the job's key
+    incidents: tuple[str, ...]  # workers that died and were replaced
+    skipped: int  # jobs that were done before
+
+
+def run_jobs(jobs: Sequence[Job], root: str | Path, executor: Executor | None = None, *, show: str = "auto") -> Bench:
+    """Carry out all jobs below `root` and return their results; a job that fails does not stop the others.
+
+    `executor` is `local_executor(workers)` (one worker by default) or `ray_executor(...)`. `show`: "table" or "lines"
+    on stderr, "none", or "auto" for what fits. Jobs with the same key are run once.
+    """
+    root = Path(root)
+    unique: dict[str, Job] = {}
+    for job in jobs:
+        method_config(job)  # a wrong setting is told now and not in an hour
+        first = unique.setdefault(job.key, job)
+        if (first.eval_limits, first.episodes) != (job.eval_limits, job.episodes):
+            raise QptError(
+                f"{job.key} is asked for with two kinds of evaluation; give all its limits and episodes once"
+            )
+    todo = [job for job in unique.values() if not is_done(job, root)]
+    check_data(todo)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise QptError(f"the folder {root} cannot be made: {error.strerror}; choose another") from error
+    with board(todo, root, len(unique) - len(todo), show) as (state, report):
+        if todo:
+            (executor or local_executor())(todo, root, report)
+    return Bench(collect_results(root, jobs), state.failures, tuple(state.incidents), len(unique) - len(todo))
+
+
+def check_data(jobs: Sequence[Job]) -> None:
+    """One sentence for all data that are missing, before anything is run."""
+    missing = []
+    for task, data in dict.fromkeys((job.task, job.data) for job in jobs):
+        try:
+            find(data if data is not None else str(task))
+        except QptError:
+            if task is None or get_task(task).data_file is None:
+                raise
+            missing.append((task, data))
+    if missing:
+        names, (task, data) = " ".join(task for task, _ in missing), missing[0]
+        where = f" (looked for {', '.join(str(d) for _, d in missing if d is not None)})" if data is not None else ""
+        raise QptError(
+            f"the data of {names.replace(' ', ', ')} are missing{where}; run `qpt data download {names}`, or make data "
+            f"of your own with `qpt collect --task {task} --out {data or get_task(task).data_file}` and name the files "
+            "with --data TASK=FILE or their folder with --data-dir"
+        )

@@ -1,0 +1,380 @@
+"""One training run between two steps: its networks, its batches, its noise, and the files that it keeps."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qpt import checkpoint, logs, parallel
+from qpt.algorithms.base import Algorithm, Spec, algorithm_classes
+from qpt.data.sampling import Sampler
+from qpt.data.trajectories import Trajectories
+from qpt.errors import QptError
+from qpt.policy import Policy
+from qpt.stepping import Stepper
+from qpt.tasks import Task
+from qpt.turns import Turn
+
+DIVERGED = 1e8  # a loss of this size never comes back
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training run: which data and method, how long, how often to look, where to write."""
+
+    task: str | None = None
+    """A task of `qpt tasks`; gives the data, the horizon and a simulator for evaluation."""
+    data: Path | None = None
+    """A data file; overrides the task's. "embedded:ballcircle" is the set that comes with the package."""
+    horizon: int | None = None
+    """Longest episode in steps; without a task, the longest logged one."""
+    algorithm: str = "qpt"
+    """The method."""
+    config: Any = None
+    """The method's own config; None for its defaults."""
+    seed: int = 0
+    """Fixes everything: initial weights, batches, dropout, augmentation."""
+    seeds: tuple[int, ...] = ()
+    """Instead of seed, several that are trained together on one device, each in a folder in out: seed0, ..."""
+    device: str = "auto"
+    """cpu, cuda, or auto: cuda where there is one."""
+    out: Path = Path("runs/latest")
+    """The run folder."""
+    resume: bool = False
+    """Continue the run in `out` from its last checkpoint."""
+    checkpoint_every: int = 5_000
+    """Steps between checkpoints."""
+    keep: int = 2
+    """Step checkpoints kept, besides the best one."""
+    eval_every: int = 0
+    """Steps between evaluations in the simulator; 0 for none."""
+    eval_episodes: int = 20
+    """Episodes at each limit."""
+    eval_limits: tuple[float, ...] = (10.0, 20.0, 40.0)
+    """Cost limits of the evaluations; the best checkpoint is chosen by all of them together."""
+    eval_seed: int = 1_000
+    """Seed of the evaluation episodes."""
+    workers: int | None = None
+    """Simulator processes; None for one a core."""
+    log_every: int = 100
+    """Steps between log rows; the only moments when the host waits for the device."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """bf16 for the transformer, or everything in fp32; auto: bf16 on cuda."""
+    fast: bool = True
+    """On cuda: capture the step as a graph."""
+    compile: bool | None = None
+    """Compile the losses with torch.compile; None: on cuda."""
+    threads: int | None = None
+    """CPU threads of torch. None: 1 on cpu (small networks gain nothing from more, and lose much on a busy machine)."""
+    tensorboard: bool = False
+    """Also log for TensorBoard."""
+    wandb: str | None = None
+    """Also log to this Weights & Biases project."""
+    progress: bool = True
+    """Show a progress bar."""
+
+
+class Session:
+    """A run that can be taken further at any time.
+
+    Of several in one process each is used within its `turn`. With several processes each has a session of the same
+    run, and the first writes the files.
+    """
+
+    def __init__(
+        self, config: TrainConfig, task: Task | None, data: Trajectories, device: torch.device, *, alone: bool = True
+    ) -> None:
+        cls, config_class = algorithm_classes(config.algorithm)
+        self.config = replace(config, config=config.config or config_class())
+        self.task, self.data, self.device, self.leads = task, data, device, parallel.rank() == 0
+        self.step, self.steps = 0, int(self.config.config.steps)
+        self.metrics: dict[str, float] = {}
+        self.evaluations: list[dict[str, Any]] = []
+        self.track: Callable[[int, dict[str, float]], None] = lambda _step, _metrics: None
+        on_cuda, together = device.type == "cuda", parallel.processes() > 1
+
+        torch.manual_seed(config.seed)
+        spec = Spec.from_data(data, config.horizon, task)
+        self.algorithm: Algorithm = cls(_share(self.config.config), spec).to(device)
+        self.algorithm.make_optimizers()
+        if hasattr(self.algorithm, "autocast"):
+            self.algorithm.autocast = config.precision == "bf16" or (config.precision == "auto" and on_cuda)
+        self.sampler: Sampler = self.algorithm.make_sampler(data, device, config.seed)
+        if parallel.rank():  # the same weights and relabelled episodes as the first process, other batches and noise
+            mixed = int(np.random.SeedSequence([config.seed, parallel.rank()]).generate_state(1)[0])
+            torch.manual_seed(mixed)
+            self.sampler.generator.manual_seed(mixed)
+
+        self.turn: Any = nullcontext() if alone else Turn(device)
+        compiled = config.compile if config.compile is not None else on_cuda and config.fast and not together
+        self._stepper = Stepper(
+            self.algorithm,
+            self.sampler,
+            fast=config.fast and on_cuda and not together,
+            compile=compiled,
+            stream=getattr(self.turn, "stream", None),
+        )
+        self._phase: Any = None
+        self._last: dict[str, Tensor] = {}
+        self._logged = self._saved = -1
+
+    # -- beginning and going on ----------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Start the run's files, or take up its last checkpoint."""
+        out = self.config.out
+        found = checkpoint.checkpoints(out) if out.exists() else []
+        if self.config.resume and found:
+            self._resume(found[-1])
+        elif self.leads:
+            begun = (out / "run.json").exists()  # killed before its first checkpoint: begin again
+            if self.config.resume and not begun:
+                raise QptError(f"there is nothing to resume in {out}; leave out --resume to start a run there")
+            if not self.config.resume and (found or begun):
+                raise QptError(f"{out} already holds a run; add --resume to continue it, or choose another --out")
+            self._start_files()
+        parallel.agree(self.algorithm.state_dict().values())
+        self.algorithm.train()
+        self._began, self._first = time.perf_counter(), self.step
+        self._logged = self._saved = self.step
+
+    def _start_files(self) -> None:
+        out = self.config.out
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "run.json").write_text(json.dumps(self._facts(), indent=1, default=str), encoding="utf-8")
+            for name in ("metrics.jsonl", "metrics.csv", "evaluations.jsonl"):
+                (out / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise QptError(f"the run folder {out} cannot be written: {error.strerror}; choose another --out") from error
+
+    def _resume(self, folder: Path) -> None:
+        manifest = checkpoint.read_manifest(folder)
+        if manifest["data"]["fingerprint"] != self.data.fingerprint:
+            raise QptError(
+                f"the run in {self.config.out} began with other data; "
+                "give the same data, or start a new run with another --out"
+            )
+        old, new = dict(manifest["config"]), json.loads(json.dumps(asdict(self.config.config)))
+        changed = sorted(k for k in new if k != "steps" and old.get(k) != new[k])
+        if manifest["algorithm"] != self.config.algorithm or manifest["seed"] != self.config.seed or changed:
+            what = ", ".join(changed) or "its algorithm or seed"
+            raise QptError(
+                f"the run in {self.config.out} began with other settings ({what}); "
+                "resume with the same, or start a new run"
+            )
+        began_with = int(manifest.get("processes", 1))
+        if began_with != parallel.processes():
+            how = f"torchrun --nproc-per-node {began_with} -m qpt train" if began_with > 1 else "qpt train"
+            raise QptError(
+                f"the run in {self.config.out} has {began_with} process(es), not {parallel.processes()}; "
+                f"resume it with {how}"
+            )
+        self.algorithm.load_state_dict(checkpoint.read_tensors(folder, checkpoint.MODEL, manifest))
+        generators = checkpoint.restore_training(folder, self.algorithm, manifest)
+        mine = f"/{parallel.rank()}" if parallel.rank() else ""
+        self.sampler.generator.set_state(generators[f"generator/sampler{mine}"].cpu())
+        torch.set_rng_state(generators[f"generator/torch{mine}"].cpu())
+        if f"generator/cuda{mine}" in generators and self.device.type == "cuda":
+            torch.cuda.set_rng_state(generators[f"generator/cuda{mine}"].cpu(), self.device)
+        self.step = int(manifest["step"])
+        out = self.config.out
+        self.evaluations = [row for row in logs.rows(out / "evaluations.jsonl") if row["step"] <= self.step]
+        if self.leads:
+            logs.rewrite(out / "evaluations.jsonl", self.evaluations)
+            kept = [row for row in logs.rows(out / "metrics.jsonl") if row["step"] <= self.step]
+            logs.rewrite(out / "metrics.jsonl", kept)
+            logs.rewrite_csv(out / "metrics.csv", kept)
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def done(self) -> bool:
+        return self.step >= self.steps
+
+    def advance(self, most: int, stopped: Callable[[], bool]) -> None:
+        """Up to `most` steps, each with what falls due after it; fewer where the run ends or is asked to stop."""
+        c = self.config
+        for _ in range(min(most, self.steps - self.step)):
+            self._last = self._one_step()
+            self.step += 1
+            if self._due(c.log_every) or self._due(c.checkpoint_every):
+                self._log((self.step - self._first) / (time.perf_counter() - self._began))
+            if c.eval_every and self._due(c.eval_every):
+                generators = self._generators()
+                if self.leads:
+                    self._evaluate(generators)
+            if self._due(c.checkpoint_every):
+                self._save()
+            if stopped():
+                break
+
+    def stop(self) -> None:
+        """Log and save where the run stands, before its end."""
+        if self.step != self._saved:
+            if self.step != self._logged:
+                self._log(0.0)
+            self._save()
+
+    def _due(self, every: int) -> bool:
+        return self.step % every == 0 or self.done
+
+    def _one_step(self) -> dict[str, Tensor]:
+        phase = getattr(self.algorithm, "phase", None)
+        metrics = self._stepper.step()
+        if phase != self._phase:  # a new stage may begin with data that it generates: all processes take the first's
+            parallel.agree(self.algorithm.state_dict().values())
+            self._phase = phase
+        return metrics
+
+    def _log(self, rate: float) -> None:
+        names = list(self._last)
+        stacked = torch.stack([self._last[n].detach().float().reshape(()) for n in names])
+        values = parallel.mean(stacked).tolist()  # the one wait for the device
+        self.metrics = dict(zip(names, values, strict=True))
+        for name, value in self.metrics.items():
+            if not math.isfinite(value) or abs(value) > DIVERGED:
+                good = checkpoint.checkpoints(self.config.out)
+                where = f"the last good checkpoint is {good[-1]}" if good else "there is no checkpoint yet"
+                raise QptError(
+                    f"training diverged: {name} is {value:g} at step {self.step}; {where}; lower the learning rate or η"
+                )
+        self._logged = self.step
+        if not self.leads:
+            return
+        row = {"step": self.step, "steps_per_second": round(rate, 2), **self.metrics}
+        logs.append(self.config.out / "metrics.jsonl", row)
+        logs.append_csv(self.config.out / "metrics.csv", row)
+        self.track(self.step, self.metrics)
+
+    def _evaluate(self, generators: dict[str, Tensor]) -> None:
+        from qpt.evaluation import evaluate  # simulators are needed only here
+
+        c, task = self.config, self.task
+        assert task is not None
+        trained = getattr(c.config, "cost_limit", None)
+        limits = (trained,) if self.algorithm.limit_mode == "trained" and trained is not None else c.eval_limits
+        episodes = evaluate(
+            Policy(self.algorithm, trained_limit=trained, name=c.algorithm),
+            task,
+            episodes=c.eval_episodes,
+            cost_limits=limits,
+            seed=c.eval_seed,
+            workers=c.workers,
+        )
+        self.algorithm.train()
+        row: dict[str, Any] = {"step": self.step, "limits": []}
+        for limit in limits:
+            part = episodes.select(episodes.cost_limit == limit)
+            row["limits"].append(
+                {
+                    "cost_limit": limit,
+                    "return": float(part.returns.mean()),
+                    "cost": float(part.costs.mean()),
+                    "normalized_return": float(part.normalized_return.mean()),
+                    "normalized_cost": float(part.normalized_cost.mean()),
+                }
+            )
+            self.track(
+                self.step,
+                {
+                    f"eval/return@{limit:g}": row["limits"][-1]["return"],
+                    f"eval/cost@{limit:g}": row["limits"][-1]["cost"],
+                },
+            )
+        best_before = best_evaluation(self.evaluations)
+        self.evaluations.append(row)
+        logs.append(c.out / "evaluations.jsonl", row)
+        if best_evaluation(self.evaluations) is row and row is not best_before:
+            self._save_best(generators)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        generators, self._saved = self._generators(), self.step
+        if self.leads:
+            self._write(self.config.out / "checkpoints" / f"step-{self.step:09d}", generators)
+            checkpoint.rotate(self.config.out, self.config.keep)
+
+    def _save_best(self, generators: dict[str, Tensor]) -> None:
+        folder = self._write(self.config.out / "checkpoints" / f"best-{self.step:09d}", generators)
+        for old in folder.parent.glob("best-*"):
+            if old != folder:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _generators(self) -> dict[str, Tensor]:
+        """The state of every generator: generator/NAME of the first process, generator/NAME/RANK of the others."""
+        own = {"sampler": self.sampler.generator.get_state(), "torch": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            own["cuda"] = torch.cuda.get_rng_state(self.device)
+        return {
+            f"generator/{name}" + (f"/{rank}" if rank else ""): part
+            for name, state in own.items()
+            for rank, part in enumerate(parallel.gather(state, self.device))
+        }
+
+    def _write(self, folder: Path, generators: dict[str, Tensor]) -> Path:
+        facts = self._facts() | {"step": self.step, "metrics": self.metrics, "evaluations": self.evaluations[-1:]}
+        config = facts.pop("config")
+        return checkpoint.write_checkpoint(folder, self.config.algorithm, self.algorithm, config, generators, facts)
+
+    def _facts(self) -> dict[str, Any]:
+        c = self.config
+        return {
+            "algorithm": c.algorithm,
+            "config": json.loads(json.dumps(asdict(c.config))),
+            "seed": c.seed,
+            "task": c.task,
+            "data": {
+                "source": str(self.data.info.get("source", c.data or "")),
+                "fingerprint": self.data.fingerprint,
+                "episodes": len(self.data),
+                "steps": self.data.steps,
+                "surrogate": self.data.is_surrogate,
+            },
+            "device": self.device.type,
+            "processes": parallel.processes(),
+            "versions": checkpoint.versions(),
+        }
+
+
+def best_evaluation(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The paper's rule: the highest mean return among evaluations whose cost meets every limit, else the least cost."""
+    if not rows:
+        return None
+
+    def worst(row: dict[str, Any]) -> float:
+        return max(float(part["normalized_cost"]) for part in row["limits"])
+
+    def reward(row: dict[str, Any]) -> float:
+        return sum(float(part["return"]) for part in row["limits"]) / len(row["limits"])
+
+    safe = [row for row in rows if worst(row) <= 1.0]
+    return max(safe, key=reward) if safe else min(rows, key=worst)
+
+
+# -- little tools ------------------------------------------------------------------------------------------------------
+
+
+def _share(config: Any) -> Any:
+    """The method's config with this process's share of every batch."""
+    count, changes = parallel.processes(), {}
+    for name in ("batch_size", "critic_batch"):
+        whole = getattr(config, name, None)
+        if count > 1 and whole is not None:
+            if whole % count:
+                flag = name.replace("_", "-")
+                raise QptError(f"{count} processes cannot share a {flag} of {whole}; give a multiple of {count}")
+            changes[name] = whole // count
+    return replace(config, **changes) if changes else config
