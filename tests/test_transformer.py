@@ -119,3 +119,11 @@ def test_stacked_networks_equal_separate_ones() -> None:
                 y, z = (t * torch.tanh(torch.log1p(torch.exp(t))) for t in (y, z))
         torch.testing.assert_close(stack(x)[member], y, rtol=0, atol=1e-12)
         torch.testing.assert_close(stack.each(own)[member], z, rtol=0, atol=1e-12)
+
+
+def test_reading_one_step_equals_reading_all() -> None:
+    net, batch = make(), window()
+    last = torch.tensor([0, 5, 2, 3, 5])
+    everywhere, once = net(*batch), net(*batch, last=last)
+    assert once.shape == (5, 1, 1, 16)
+    torch.testing.assert_close(once[:, 0, 0], everywhere[torch.arange(5), last, 0], atol=1e-12, rtol=1e-12)

@@ -219,6 +219,8 @@ def _settings(texts: Sequence[str], algorithms: Sequence[str]) -> dict[str, Any]
         if not equals:
             raise QptError(f"--set {text} has no value; write it as field=value")
         method, _, field = name.rpartition(".")
+        if method and method not in hints:
+            raise QptError(f"--set {text}: {method} is not among the methods of this run, {', '.join(hints)}")
         owners = [a for a in algorithms if method in ("", a) and field in hints[a]]
         if not owners and (method or field not in own):
             raise QptError(

@@ -1,0 +1,90 @@
+"""The forms of dropout, mish and attention that are used where a step is compiled, against plain ones."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qpt.nets import attention, pointwise
+
+on_cuda = pytest.mark.skipif(attention.kernel is None, reason="no CUDA device with Triton")
+
+
+def test_mish_and_its_gradient_equal_their_definition() -> None:
+    values = torch.linspace(-30, 30, 601, dtype=torch.float64)
+    x = values.clone().requires_grad_()
+    y = pointwise.mish(x)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    for at, got, slope in zip(values.tolist(), y.tolist(), gradient.tolist(), strict=True):
+        t = math.tanh(math.log1p(math.exp(at)))
+        assert got == pytest.approx(at * t, abs=1e-12)
+        assert slope == pytest.approx(t + at * (1 - t * t) / (1 + math.exp(-at)), abs=1e-12)
+
+
+def test_the_closed_form_of_mish_equals_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnCuda(Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    x = torch.linspace(-40, 40, 801, dtype=torch.float64)
+    assert torch.allclose(torch.Tensor(pointwise.mish(x.as_subclass(OnCuda))), F.mish(x), atol=1e-12)
+
+
+def test_hashed_bits_are_murmurs_and_uniform() -> None:
+    x = torch.arange(-5000, 95_000, dtype=torch.int32)
+    got = pointwise.uniform_bits(x).numpy()
+    y = x.numpy().astype(np.uint32).astype(np.uint64)
+    y = y * 0x9E3779B1 % 2**32
+    y = (y ^ (y >> 16)) * 0x85EBCA6B % 2**32
+    y = (y ^ (y >> 13)) * 0xC2B2AE35 % 2**32
+    assert np.array_equal(got, (y ^ (y >> 16)) >> 8)
+    shares = np.histogram(got, 20, (0, 2**24))[0] / len(got)
+    assert np.abs(shares - 0.05).max() < 0.004  # five standard errors
+    for lag in (1, 2, 128):  # neighbours, also in another row, say nothing of each other
+        assert abs(np.corrcoef(got[:-lag], got[lag:])[0, 1]) < 0.016
+
+
+def test_dropout_keeps_the_mean_and_does_nothing_in_evaluation() -> None:
+    layer, x = pointwise.Dropout(0.3), torch.ones(200, 500)
+    torch.manual_seed(0)
+    dropped = layer(x)
+    assert dropped.unique().tolist() == pytest.approx([0.0, 1 / 0.7])
+    assert dropped.mean().item() == pytest.approx(1, abs=0.02)
+    assert layer.eval()(x) is x
+
+
+@on_cuda
+@pytest.mark.parametrize("length", [12, 16, 40, 64, 80, 128])
+def test_the_attention_kernel_equals_plain_attention(length: int) -> None:
+    batch, heads, width = 5, 4, 16
+    for places in (None, torch.arange(2, length, 4, device="cuda")):
+        q = torch.randn(batch, length if places is None else len(places), heads * width, device="cuda")
+        kv = torch.randn(batch, length, 2 * heads * width, device="cuda")
+        inputs = [torch.cat([q, kv], -1)] if places is None else [q, kv]
+        fast = [x.bfloat16().requires_grad_() for x in inputs]
+        slow = [x.bfloat16().float().requires_grad_() for x in inputs]
+        if places is None:
+            out, expected = (attention.self_attention(x[0], heads) for x in (fast, slow))
+        else:
+            out, expected = (attention.query_attention(*x, places, heads) for x in (fast, slow))
+        gradient = torch.randn_like(expected)
+        out.backward(gradient.bfloat16())
+        expected.backward(gradient)
+        pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(fast, slow, strict=True))]
+        for got, right in pairs:
+            assert got is not None
+            assert right is not None
+            assert ((got.float() - right).norm() / right.norm()).item() < 0.01
+
+
+@on_cuda
+def test_dropped_attention_is_right_on_average() -> None:
+    qkv = torch.randn(3, 40, 3 * 64, device="cuda", dtype=torch.bfloat16)
+    expected = attention.self_attention(qkv, 4).float()
+    mean = torch.stack([attention.self_attention(qkv, 4, 0.2).float() for _ in range(400)]).mean(0)
+    assert ((mean - expected).norm() / expected.norm()).item() < 0.05
