@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from helpers import tiny_data
 from qpt.algorithms.base import Spec, algorithm_classes, algorithm_names, config_from
+from qpt.algorithms.bc import BCConfig
 from qpt.checkpoint import MODEL, load_algorithm, resolve
 from qpt.errors import QptError
 from qpt.policy import Policy, load_policy
@@ -204,3 +205,19 @@ def test_both_variants_step(name: str, variant: str) -> None:
     for _ in range(2):
         metrics = algorithm.update(sampler.sample())
     assert all(torch.isfinite(v).all() for v in metrics.values())
+
+
+def test_modules_that_the_environment_names_register_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "homemade_method.py").write_text(
+        "from qpt.algorithms.base import register_algorithm\n"
+        "from qpt.algorithms.bc import BC, BCConfig\n"
+        "register_algorithm('homemade', BC, BCConfig)\n"
+    )
+    monkeypatch.setattr("qpt.algorithms.base._registered", {})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("QPT_ALGORITHMS", "homemade_method")
+    assert algorithm_classes("homemade")[1] is BCConfig
+    assert algorithm_names()[-1] == "homemade"
+    monkeypatch.setenv("QPT_ALGORITHMS", "no_such_module")
+    with pytest.raises(QptError, match="no_such_module.*PYTHONPATH"):
+        algorithm_names()

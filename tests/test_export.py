@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -25,7 +26,7 @@ from qpt.cli import main
 from qpt.cli.train import _parse, _RunFlags
 from qpt.episodes import Episodes
 from qpt.errors import QptError
-from qpt.modelcard import _judged, train_command
+from qpt.modelcard import Evidence, _judged, find_evidence, train_command
 from qpt.nets import noise
 from qpt.policy import load_policy
 from qpt.training import TrainConfig, train
@@ -248,7 +249,9 @@ def test_the_side_file_and_the_card_say_where_the_policy_comes_from(exported: tu
 
 def test_the_card_shows_evaluations_of_the_checkpoint() -> None:
     rows = [{"step": 7, "limits": [{"cost_limit": 10.0, "return": 61.25, "cost": 8.5}]}]
-    assert "| 10 | 61.2 | 8.5 |" in _judged({"evaluations": rows}, None)
+    note, table = _judged({"evaluations": rows}, Evidence(), {})
+    assert "at step 7" in note  # and nothing about other settings
+    assert table.splitlines()[2:] == ["| 10 | 61.2 | 8.5 |"]
 
 
 def episodes_of(checkpoint: str) -> Episodes:
@@ -263,12 +266,85 @@ def episodes_of(checkpoint: str) -> Episodes:
 def test_the_card_shows_evaluated_episodes_of_this_checkpoint_alone(
     exported: tuple[Path, Export], tmp_path: Path
 ) -> None:
-    (row,) = [line for line in _judged({}, episodes_of("x")) if line.startswith("| 10 ")]
+    (row,) = _judged({}, Evidence(episodes_of("x")), {})[1].splitlines()[2:]
     assert row.startswith("| 10 | 4 | 2.5 [")
     assert "| 9.0 [" in row
     assert "| 0.75 [" in row
     with pytest.raises(QptError, match="not those of the checkpoint step-000000030"):
         export_policy(exported[0], tmp_path / "policy.onnx", episodes=episodes_of("runs/a/checkpoints/step-000000031"))
+
+
+@pytest.fixture
+def judged_run(exported: tuple[Path, Export], tmp_path: Path) -> Path:
+    """A run with all that can be known of its checkpoint beside it, and as much that is about others."""
+    run = tmp_path / "run"
+    shutil.copytree(exported[0], run)
+    (folder,) = (run / "checkpoints").iterdir()
+    digest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["sha256"]["model.safetensors"]
+    for file, sha256, limit, verdict in (
+        ("certificate", digest, 10.0, "rejected"),
+        ("calibrated", digest, 12.0, "accepted"),
+        ("of another policy", "0" * 64, 99.0, "accepted"),
+    ):
+        numbers = {"violations": 3, "episodes": 40, "bounds": [0.01, 0.2], "limit": limit, "internal_limit": 10.0}
+        origin = {"provenance": {"command": ["/some/where/qpt", "certify", "--limit", f"{limit:g}"]}}
+        text = {"statement": f"P(episode cost > {limit:g}) <= 0.05", "verdict": verdict, "confidence": 0.95}
+        (run / f"{file}.json").write_text(
+            json.dumps(text | numbers | origin | {"sha256": {"model.safetensors": sha256}})
+        )
+    for file, name, limit in (("judge", folder.name, 11.0), ("judge of others", "step-000000031", 88.0)):
+        numbers = {"expected_return": 2.0, "return_interval": [1.0, 3.0], "expected_cost": 4.0, "cost_interval": [0, 8]}
+        part = {"cost_limit": limit, "outside": 0.25, "warning": "far from the log", **numbers}
+        row = {"checkpoint": f"runs/a/checkpoints/{name}", "confidence": 0.9, "episodes": 17, "limits": [part]}
+        (run / f"{file}.json").write_text(json.dumps(row))
+    calibration = {"task": "T", "limit": 12.0, "internal_limit": 10.5, "risk": 0.05, "confidence": 0.95, "episodes": 60}
+    text = {"format": 1, "model_sha256": digest, "calibrations": [calibration]}
+    (folder / "calibration.json").write_text(json.dumps(text))
+    (run / "notes.json").write_text("not JSON")
+    (run / "list.json").write_text("[1, 2]")
+    episodes_of(str(folder)).save(run / "episodes.csv")
+    episodes_of("step-000000031").save(run / "episodes-of-others.csv")
+    (run / "episodes-bad.csv").write_text("a,b\n1\n")
+    return run
+
+
+def test_the_card_shows_what_lies_beside_the_run_and_is_about_this_policy(judged_run: Path, tmp_path: Path) -> None:
+    done = export_policy(judged_run, tmp_path / "policy.onnx", candidates=1)
+    card = done.card.read_text(encoding="utf-8")
+    rows = [line for line in card.splitlines() if line.startswith("| ")]
+    assert "| P(episode cost > 10) ≤ 0.05 | rejected | 0.95 | 10 | 3 of 40 | 0.010 to 0.200 |" in rows
+    assert "| P(episode cost > 12) ≤ 0.05 | accepted | 0.95 | 10 (calibrated) | 3 of 40 | 0.010 to 0.200 |" in rows
+    assert "| 11 | 2.0 [1.0, 3.0] | 4.0 [0.0, 8.0] | 25% | far from the log |" in rows
+    assert "**Judged** from 17 logged episodes" in card
+    assert "with 90% intervals" in card
+    assert "| 12 | 10.5 | 0.05 | 0.95 | 60 |" in rows
+    assert sum(row.startswith("| 10 | 4 | 2.5 [") for row in rows) == 1
+    assert "Limits that it broke** when it was measured: P(episode cost > 10) <= 0.05 was rejected." in card
+    assert "\nqpt certify --limit 10\n" in card
+    assert "/some/where" not in card
+    for stranger in ("99", "88"):
+        assert f"> {stranger})" not in card
+        assert f"| {stranger} |" not in card
+    assert "It was exported with other settings** (candidates = 1)" in card
+    kept = {"task": "T", "limit": 12.0, "internal_limit": 10.5, "risk": 0.05, "confidence": 0.95}
+    assert json.loads(done.side.read_text(encoding="utf-8"))["calibrations"] == [kept]
+    OnnxPolicy(done.graph).reset(1, cost_limits=3.0)
+
+
+def test_a_bench_names_its_checkpoints_by_rule(judged_run: Path) -> None:
+    (folder,) = (judged_run / "checkpoints").iterdir()
+    for path in judged_run.glob("episodes*"):
+        path.unlink()
+    assert find_evidence(folder).episodes is None
+    Episodes.concatenate([episodes_of("last"), episodes_of("oracle"), episodes_of("selected")]).save(
+        judged_run / "episodes.csv"
+    )
+    best = folder.with_name("best-000000020")
+    shutil.copytree(folder, best)
+    for checkpoint, rule in ((folder, "last"), (best, "selected")):  # the oracle's rows chose the checkpoint
+        found = find_evidence(checkpoint).episodes
+        assert found is not None
+        assert set(found.checkpoint) == {rule}
 
 
 @pytest.mark.parametrize("algorithm", ["qpt", "cdt", "caps"])

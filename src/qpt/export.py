@@ -24,7 +24,7 @@ from qpt.algorithms.qpt import QPT
 from qpt.checkpoint import MODEL, read_manifest, resolve, versions
 from qpt.episodes import Episodes
 from qpt.errors import QptError, require
-from qpt.modelcard import model_card
+from qpt.modelcard import find_evidence, model_card
 from qpt.policy import Policy, load_policy
 from qpt.runtime import FORMAT, OnnxPolicy, noise
 from qpt.tasks import get_task
@@ -32,6 +32,7 @@ from qpt.tasks import get_task
 EXPORTABLE = ("qpt", "cdt", "bc-safe", "caps", "cpq", "coptidice")  # the others draw noise as they act
 OPSET = 18
 TOLERANCE = 1e-5  # of the parity check
+CALIBRATION = ("task", "limit", "internal_limit", "risk", "confidence")  # of a calibrated limit, in the side file
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ def export_policy(
 ) -> Export:
     """Write the policy of a checkpoint or run as `out` (.onnx), and a .json and a .md of the same name.
 
-    Settings replace fields of the policy's config, as in `load_policy`; episodes go into the model card.
+    Settings replace fields of the policy's config, as in `load_policy`. The model card shows the episodes and, of what
+    lies in the run's folder, what is about this checkpoint (see `qpt.modelcard.find_evidence`).
     """
     out = Path(out)
     files = _files(out, overwrite)
@@ -82,8 +84,9 @@ def export_policy(
             "evaluate the one that is exported, or leave out --episodes"
         )
     policy = load_policy(folder, **settings)
-    graph = to_onnx(policy)
+    graph, evidence = to_onnx(policy), find_evidence(folder, episodes)
     facts = side_file(policy, manifest, folder, graph)
+    facts["calibrations"] = [{k: row[k] for k in CALIBRATION} for row in evidence.calibrations]
     staged = [file.with_name(f".{file.stem}.partial{file.suffix}") for file in files]
     try:
         for file, content in zip(staged[:2], (graph, json.dumps(facts, indent=1).encode()), strict=True):
@@ -95,10 +98,8 @@ def export_policy(
                 "written; please report it with the versions of torch, onnxscript and onnxruntime"
             )
         done = Export(*files, difference, ties, decisions)
-        staged[2].write_text(
-            model_card(manifest | {"config": asdict(policy.method.config)}, facts, done.parity, episodes),
-            encoding="utf-8",
-        )
+        as_exported = manifest | {"config": asdict(policy.method.config)}
+        staged[2].write_text(model_card(as_exported, facts, done.parity, evidence, settings), encoding="utf-8")
         for old, new in zip(staged, files, strict=True):
             old.replace(new)
     except OSError as error:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from qpt.algorithms.base import algorithm_classes
+from qpt.checkpoint import MODEL, read_manifest
 from qpt.episodes import Episodes
+from qpt.errors import QptError
 
 MODES = {
     "live": "The limit is an input and may change at any step.",
@@ -18,8 +23,90 @@ MODES = {
 }
 
 
-def model_card(manifest: dict[str, Any], facts: dict[str, Any], parity: str, episodes: Episodes | None = None) -> str:
-    """Markdown; `manifest` is the checkpoint's, `facts` the side file's, `parity` a sentence."""
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of how a policy behaves, and who told it."""
+
+    episodes: Episodes | None = None  # of `qpt evaluate` or `qpt bench`
+    certificates: tuple[dict[str, Any], ...] = ()  # of `qpt certify`
+    judgements: tuple[dict[str, Any], ...] = ()  # of `qpt judge`
+    calibrations: tuple[dict[str, Any], ...] = ()  # of `qpt certify --calibrate`: stated limits and internal ones
+
+
+def find_evidence(folder: Path, episodes: Episodes | None = None) -> Evidence:
+    """What lies in a checkpoint's folder and in its run's and is about this very checkpoint; the rest is passed over.
+
+    Tables of episodes are `episodes*.csv` or `.parquet`, unless a table is given; certificates and judgements are
+    known by what they hold, whatever the name of the .json file.
+    """
+    digest = read_manifest(folder)["sha256"][MODEL]
+    run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
+    found = [
+        row for place in dict.fromkeys((run, folder)) for path in sorted(place.glob("*.json")) for row in _rows(path)
+    ]
+    # A judgement knows its checkpoint by name; the run that it lies in tells the rest.
+    return Evidence(
+        episodes if episodes is not None else _episodes(run, folder),
+        tuple(r for r in found if {"statement", "verdict"} <= set(r) and _of(r.get("sha256"), digest)),
+        tuple(r for r in found if {"limits", "confidence"} <= set(r) and _is(r.get("checkpoint"), folder)),
+        tuple(e for r in found if "calibrations" in r and r.get("model_sha256") == digest for e in r["calibrations"]),
+    )
+
+
+def _rows(path: Path) -> Rows:
+    """The objects in a JSON file; none where it is something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [row for row in (found if isinstance(found, list) else [found]) if isinstance(row, dict)]
+
+
+def _of(sha256: Any, digest: str) -> bool:
+    return isinstance(sha256, dict) and sha256.get(MODEL) == digest
+
+
+def _is(name: Any, folder: Path) -> bool:
+    return Path(str(name)).name == folder.name
+
+
+def _episodes(run: Path, folder: Path) -> Episodes | None:
+    """The rows about this checkpoint; a bench writes the rule by which it was chosen in place of its name."""
+    steps = sorted((run / "checkpoints").glob("step-*"))
+    names = [
+        folder.name,
+        *(["last"] if folder in steps[-1:] else []),
+        *(["selected"] if folder.match("best-*") else []),
+    ]
+    parts = []
+    for path in sorted((*run.glob("episodes*.csv"), *run.glob("episodes*.parquet"))):
+        try:
+            table = Episodes.load(path)
+        except QptError:
+            continue
+        parts.append(table.select(np.array([Path(name).name in names for name in table.checkpoint.tolist()], bool)))
+    parts = [part for part in parts if len(part)]
+    return Episodes.concatenate(parts) if len(parts) > 1 else parts[0] if parts else None
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def model_card(
+    manifest: dict[str, Any],
+    facts: dict[str, Any],
+    parity: str,
+    evidence: Evidence | None = None,
+    settings: dict[str, Any] | None = None,
+) -> str:
+    """Markdown; `manifest` is the checkpoint's, `facts` the side file's, `parity` a sentence.
+
+    `settings` are those that differ from the checkpoint's.
+    """
+    evidence = evidence or Evidence()
     data, spec = manifest.get("data", {}), manifest["spec"]
     kind = "a surrogate made for trying things out, not the published data" if data.get("surrogate") else "as logged"
     low, high = facts["cost_range"]
@@ -41,7 +128,7 @@ def model_card(manifest: dict[str, Any], facts: dict[str, Any], parity: str, epi
             f"- returns from {spec['return_min']:.4g} to {spec['return_max']:.4g}, costs up to {spec['cost_max']:.4g}",
             f"- fingerprint: `{data.get('fingerprint', 'unknown')}`",
         ],
-        "What it was judged at": _judged(manifest, episodes),
+        "What it was judged at": _judged(manifest, evidence, settings or {}),
         "Known failures": [
             f"- **Limits outside the data.** Episodes on the data's frontier cost {low:.4g} and more, and none costs "
             f"above {high:.4g}. Below the first, no logged episode shows how to keep the limit; above the second, "
@@ -50,13 +137,15 @@ def model_card(manifest: dict[str, Any], facts: dict[str, Any], parity: str, epi
             "at the last step: neither its targets nor its critics mean anything there.",
             "- **Observations unlike the logged ones.** Its estimates are of what was logged; nothing warns of new "
             "situations. Units, order and scaling of observations must be those of the data.",
+            *_broken(evidence),
             "- **A limit is an aim, not a guarantee.** The share of episodes that kept it stands above, if measured.",
         ],
         "Versions": [
             "- exported with " + ", ".join(f"{k} {v}" for k, v in facts["versions"].items()),
             "- trained with " + ", ".join(f"{k} {v}" for k, v in manifest.get("versions", {}).items()),
+            *(f"- measured with {text}" for text in _measured_with(evidence)),
         ],
-        "How to make it again": ["```", train_command(manifest), "```"],
+        "How to make it again": ["```", train_command(manifest), *_commands(evidence), "```"],
         "Config": ["| field | value |", "|---|---|", *(f"| {k} | {v} |" for k, v in manifest["config"].items())],
     }
     body = (f"## {title}\n\n" + ("\n" if _list(lines) else "\n\n").join(lines) for title, lines in parts.items())
@@ -67,25 +156,114 @@ def _list(lines: list[str]) -> bool:
     return lines[0].startswith(("-", "|", "```"))
 
 
-def _judged(manifest: dict[str, Any], episodes: Episodes | None) -> list[str]:
-    if episodes is not None:
+def _judged(manifest: dict[str, Any], evidence: Evidence, settings: dict[str, Any]) -> list[str]:
+    """Paragraphs and tables: measured, certified, told from logs, calibrated."""
+    parts: list[str] = []
+    rows: list[tuple[Any, ...]]
+    heads: tuple[str, ...]
+    if evidence.episodes is not None:
         rows = [
-            f"| {line['cost_limit']:g} | {line['episodes']} | {_interval(line, 'return', 1)} | "
-            f"{_interval(line, 'cost', 1)} | {_interval(line, 'within_limit', 2)} |"
-            for line in episodes.summary()
+            (f"{line['cost_limit']:g}", line["episodes"], *(_interval(line, *what) for what in MEASURED))
+            for line in evidence.episodes.summary()
         ]
-        head = ["| limit | episodes | return | cost | P(cost ≤ limit) |", "|---|---|---|---|---|"]
-        return [*head, *rows, "", "Means with 95 % intervals."]
-    rows = [
-        f"| {part['cost_limit']:g} | {part['return']:.1f} | {part['cost']:.1f} |"
-        for row in manifest.get("evaluations", [])
-        for part in row["limits"]
+        table = _table(("limit", "episodes", "return", "cost", "P(cost ≤ limit)"), rows)
+        parts += ["**Measured** in the simulator: means with 95 % intervals.", table]
+    elif manifest.get("evaluations"):
+        last = manifest["evaluations"][-1]
+        rows = [(f"{x['cost_limit']:g}", f"{x['return']:.1f}", f"{x['cost']:.1f}") for x in last["limits"]]
+        note = f"**Measured** in training, at step {last['step']}, in the simulator: means without intervals."
+        parts += [note, _table(("limit", "return", "cost"), rows)]
+    if evidence.certificates:
+        rows = [
+            (c["statement"].replace("<=", "≤"), c["verdict"], f"{c['confidence']:g}", _given(c),
+             f"{c['violations']} of {c['episodes']}", "{:.3f} to {:.3f}".format(*c["bounds"]))
+            for c in evidence.certificates
+        ]  # fmt: skip
+        heads = ("statement", "verdict", "confidence", "limit given", "violations", "rate of violations")
+        parts += ["**Certified** by fresh episodes; each bound holds with the confidence.", _table(heads, rows)]
+    for judgement in evidence.judgements:
+        rows = [
+            (f"{x['cost_limit']:g}", _between(x, "return"), _between(x, "cost"), f"{x['outside']:.0%}", x["warning"])
+            for x in judgement["limits"]
+        ]
+        note = (
+            f"**Judged** from {judgement['episodes']} logged episodes, without a simulator: expected values with "
+            f"{judgement['confidence']:.0%} intervals, and the share of actions unlike the logged ones."
+        )
+        parts += [note, _table(("limit", "return", "cost", "unlike", "warning"), rows)]
+    if evidence.calibrations:
+        rows = [
+            (f"{c['limit']:g}", f"{c['internal_limit']:g}", f"{c['risk']:g}", f"{c['confidence']:g}", c["episodes"])
+            for c in evidence.calibrations
+        ]
+        note = (
+            "**Calibrated**: given the internal limit, an episode costs more than the stated one with a probability of "
+            "at most the risk. The graph takes limits as they are: give it the internal one."
+        )
+        heads = ("stated limit", "internal limit", "risk", "confidence", "episodes at each internal limit")
+        parts += [note, _table(heads, rows)]
+    if not parts:
+        return [
+            "Nothing: it was not evaluated. `qpt evaluate`, `qpt certify` and `qpt judge` do it; what they write "
+            "with `--out` into the run's folder is found by `qpt export`."
+        ]
+    if settings:
+        changed = ", ".join(f"{k} = {v}" for k, v in settings.items())
+        parts.append(f"**It was exported with other settings** ({changed}): what stands above may be of the original.")
+    return parts
+
+
+MEASURED = ("return", 1), ("cost", 1), ("within_limit", 2)
+
+
+def _table(heads: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+    lines = (" | ".join(str(cell) for cell in row) for row in (heads, ["---"] * len(heads), *rows))
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def _broken(evidence: Evidence) -> list[str]:
+    """The limits that it was seen to break."""
+    seen = [
+        f"at {line['cost_limit']:g} an episode cost {_interval(line, 'cost', 1)}"
+        for line in (evidence.episodes.summary() if evidence.episodes is not None else [])
+        if line["cost_interval"][0] > line["cost_limit"]
     ]
-    if not rows:
-        return ["Nothing: it was not evaluated. `qpt evaluate` measures it; `qpt export --episodes` adds the results."]
-    step = manifest["evaluations"][-1]["step"]
-    note = f"Means of the evaluation during training, at step {step}, in the simulator; without intervals."
-    return ["| limit | return | cost |", "|---|---|---|", *rows, "", note]
+    seen += [f"{c['statement']} was rejected" for c in evidence.certificates if c["verdict"] == "rejected"]
+    return [f"- **Limits that it broke** when it was measured: {'; '.join(seen)}."] if seen else []
+
+
+def _given(certificate: dict[str, Any]) -> str:
+    limit, internal = certificate["limit"], certificate.get("internal_limit")
+    return f"{limit:g}" if internal in (None, limit) else f"{internal:g} (calibrated)"
+
+
+def _between(row: dict[str, Any], key: str) -> str:
+    low, high = row[f"{key}_interval"]
+    return f"{row[f'expected_{key}']:.1f} [{low:.1f}, {high:.1f}]"
+
+
+def _origins(evidence: Evidence) -> Rows:
+    """The provenance of what was measured."""
+    rows: Rows = []
+    if evidence.episodes is not None:
+        whole = dict(evidence.episodes.provenance)
+        rows += whole.get("parts", [whole])
+    return rows + [dict(r.get("provenance") or {}) for r in (*evidence.calibrations, *evidence.certificates)]
+
+
+def _measured_with(evidence: Evidence) -> list[str]:
+    texts = (", ".join(f"{k} {v}" for k, v in row.get("versions", {}).items()) for row in _origins(evidence))
+    return list(dict.fromkeys(filter(None, texts)))
+
+
+def _commands(evidence: Evidence) -> list[str]:
+    """The commands that measured it; a program of one's own is named as it was called."""
+    lines = []
+    for row in _origins(evidence):
+        program, *words = map(str, row.get("command") or [""])
+        if program:
+            lines.append(shlex.join([Path(program).name, *words]))
+    return list(dict.fromkeys(lines))
 
 
 def _source(data: dict[str, Any]) -> str:

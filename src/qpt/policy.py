@@ -145,7 +145,7 @@ class Policy:
         self.method.eval()
         with torch.no_grad():
             decision = self._decide(context)
-        actions = decision.actions.clamp(-1, 1)
+            actions = decision.actions.clamp(-1, 1)
         move = torch.from_numpy(running).to(self._device)
         at = torch.arange(self.count, device=self._device)
         self._actions[at, context.last] = torch.where(move[:, None], actions, self._actions[at, context.last])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, NamedTuple, Protocol
@@ -159,11 +160,21 @@ def register_algorithm(name: str, algorithm: type, config: type) -> None:
 
 
 def algorithm_names() -> list[str]:
+    """The built-in methods, the registered ones, and those of the modules that QPT_ALGORITHMS names."""
+    for module in filter(None, os.environ.get("QPT_ALGORITHMS", "").split(",")):
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise QptError(
+                f"QPT_ALGORITHMS names {module!r}, which cannot be imported ({error}); is its folder in PYTHONPATH?"
+            ) from error
     return [*ALGORITHMS, *_registered]
 
 
 def algorithm_classes(name: str) -> tuple[type, type]:
     """The class and the config class of an algorithm."""
+    if name not in ALGORITHMS:
+        algorithm_names()  # a module that registers it may not have been imported yet
     if name in _registered:
         return _registered[name]
     if name not in ALGORITHMS:

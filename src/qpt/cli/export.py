@@ -29,7 +29,7 @@ def export_command(
         out: The graph, a file that ends in .onnx.
         which: The last checkpoint of a run, or the best of its evaluations.
         candidates: Candidates of a decision; by default as in training. Fewer are faster.
-        episodes: A table that `qpt evaluate --out` wrote, for the model card.
+        episodes: A table that `qpt evaluate --out` wrote, for the model card; by default those of the run folder.
         overwrite: Replace an earlier export.
     """
     room: Any = importlib.import_module("qpt.export")
