@@ -23,7 +23,7 @@ from qpt import stats
 from qpt.algorithms.base import register_algorithm
 from qpt.algorithms.bc import BC, BCConfig
 from qpt.cli import main
-from qpt.cli.bench import _settings
+from qpt.cli.grid import read_settings
 from qpt.data import write
 from qpt.envs.toy import ToyEnv, tradeoff
 from qpt.episodes import Episodes
@@ -34,6 +34,7 @@ from qpt.experiments.executors import local_executor
 from qpt.experiments.jobs import LAST, ORACLE, SELECTED, Job, events, grid, is_done, limit_mode, run_job
 from qpt.experiments.live import board
 from qpt.experiments.results import collect_results, summarize
+from qpt.experiments.scores import score
 from qpt.policy import load_policy
 from qpt.tasks import register_task
 
@@ -138,7 +139,7 @@ def test_a_method_trained_for_a_limit_gets_a_job_for_each() -> None:
 
 
 def test_settings_are_read_by_the_types_of_the_fields() -> None:
-    given = _settings(
+    given = read_settings(
         ["batch_size=64", "qpt.candidates=7", "lr=1e-3", "mode=all", "checkpoint_every=9"], ["qpt", "bc-safe"]
     )
     assert given == {
@@ -152,7 +153,7 @@ def test_settings_are_read_by_the_types_of_the_fields() -> None:
     }
     for wrong in ("nonsense=1", "cdt.lr=1", "batch_size=many", "batch_size", "seed=3", "bc-safe.mode=other"):
         with pytest.raises(QptError, match=wrong.replace(".", r"\.")):
-            _settings([wrong], ["qpt", "bc-safe"])
+            read_settings([wrong], ["qpt", "bc-safe"])
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------
@@ -211,6 +212,7 @@ def test_results_of_two_machines_merge_by_copying(toy: dict[str, str], tmp_path:
             pytest.importorskip("pyarrow")
         loaded = Episodes.load(results.save(tmp_path / name))
         np.testing.assert_array_equal(loaded.returns, results.episodes.returns)
+        assert len(loaded.provenance["parts"]) == 2  # whose episodes they are is not lost
     with (tmp_path / "table.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {(row["job"], row["label"], row["train_seed"]) for row in rows} == {
@@ -315,6 +317,50 @@ def test_the_summary_against_plain_counting(toy: dict[str, str], tmp_path: Path)
         assert low <= np.mean(costs) <= high
         expected = "safe" if high <= line["cost_limit"] else "unsafe" if low > line["cost_limit"] else "unclear"
         assert line["verdict"] == expected
+
+
+@pytest.mark.parametrize("limit", [0.0, 8.0])
+def test_normalised_scores_are_those_of_a_bootstrap_of_their_own(limit: float) -> None:
+    rng = np.random.default_rng(0)
+    returns, costs = rng.normal(50, 20, 12), rng.integers(0, 12, 12).astype(float)
+    seeds, task = np.repeat([0, 1, 2], 4), replace(tradeoff(0).task("X"), reward_min=-10.0, reward_max=90.0)
+    scaled = np.array([task.normalized_return(x) for x in returns])
+    cost = np.array([(c + 1) / 1 if limit == 0 else c / limit for c in costs])
+    found = score(returns, costs, scaled, seeds, limit)
+    for name, values in (("normalized_return", scaled), ("normalized_cost", cost)):
+        means = [values[seeds == s].mean() for s in range(3)]
+        assert found[name] == pytest.approx(np.mean(means))
+        assert found[f"{name}_std"] == pytest.approx(np.std(means, ddof=1))
+        own = stats.bootstrap_mean_interval(values, groups=seeds, samples=2_000)
+        assert found[f"{name}_interval"] == pytest.approx(own)
+
+
+def test_other_settings_are_another_method_and_half_a_copy_is_told(toy: dict[str, str], tmp_path: Path) -> None:
+    jobs = jobs_of(toy, "bc-safe") + jobs_of(toy, "bc-safe", overrides={**TINY, "steps": 7})
+    run_jobs(jobs, tmp_path, IN_PROCESS, show="none")
+    results = collect_results(tmp_path)
+    variants = {job.key.split("/")[2] for job in jobs}
+    assert set(results.label.tolist()) == {f"bc-safe · {variant}" for variant in variants}
+    assert [line["seeds"] for line in summarize(results)] == [1, 1]  # not one method with two seeds
+
+    (tmp_path / jobs[0].key / "job.json").write_text('{"task": "Ben')  # a copy that was cut short
+    results = collect_results(tmp_path)
+    assert set(results.label.tolist()) == {"bc-safe"}
+    assert f"{tmp_path / jobs[0].key} is left out" in results.notes[0]
+
+
+def test_the_command_writes_a_summary_that_any_reader_takes(
+    toy: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_jobs(jobs_of(toy, "bc-safe", episodes=2), tmp_path / "out", IN_PROCESS, show="none")
+    assert main(["bench", "--out", str(tmp_path / "out")]) == 0
+    assert "unclear" in capsys.readouterr().out  # two episodes have no interval
+    text = (tmp_path / "out" / "summary.json").read_text()
+    (line,) = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert (line["fallback_share"], line["cost_interval"]) == (None, [None, None])
+    assert main(["bench", "--out", str(tmp_path / "nothing")]) == 1
+    assert main(["bench", "--out", str(tmp_path), "--tasks", "BenchToy", "--seeds"]) == 1
+    assert "at least one of --seeds" in capsys.readouterr().err
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

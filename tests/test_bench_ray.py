@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from qpt.data import write
 from qpt.envs.toy import tradeoff
 from qpt.errors import QptError
 from qpt.experiments.bench import run_jobs
-from qpt.experiments.executors import TOKEN, local_executor, payload, ray_executor, work
+from qpt.experiments.executors import TOKEN, elsewhere, local_executor, payload, ray_executor, work
 from qpt.experiments.jobs import Job, events, grid
 from qpt.tasks import register_task
 
@@ -87,6 +88,17 @@ def test_without_ray_the_command_says_what_to_install(
     flags = ["--tasks", "BenchToy", "--data", f"BenchToy={jobs[0].data}", "--out", str(tmp_path / "out")]
     assert main(["bench", *flags, "--algorithms", "bc-safe", "--executor", "ray"]) == 1
     assert "pip install 'qpt[ray]'" in capsys.readouterr().err
+
+
+def test_workers_in_another_folder_find_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x.hdf5").touch()
+    monkeypatch.chdir(tmp_path)
+    job = Job(task="BallRun", algorithm="qpt", data="x.hdf5")
+    told = elsewhere(job)
+    assert told.data == str(tmp_path / "x.hdf5")
+    assert told.key == job.key  # the run is the same
+    embedded = replace(job, data="embedded:ballcircle")
+    assert elsewhere(embedded) == embedded
 
 
 def test_a_cluster_that_is_not_there_is_one_sentence(jobs: list[Job], tmp_path: Path) -> None:

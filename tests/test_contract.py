@@ -219,5 +219,5 @@ def test_modules_that_the_environment_names_register_methods(tmp_path: Path, mon
     assert algorithm_classes("homemade")[1] is BCConfig
     assert algorithm_names()[-1] == "homemade"
     monkeypatch.setenv("QPT_ALGORITHMS", "no_such_module")
-    with pytest.raises(QptError, match="no_such_module.*PYTHONPATH"):
+    with pytest.raises(QptError, match=r"no_such_module.*PYTHONPATH"):
         algorithm_names()

@@ -84,7 +84,7 @@ def test_few_values_have_no_interval(tmp_path: Path) -> None:
     path = table({10.0: ([1, 2], [3, 4])}).save(tmp_path / "few.csv")
     line = by_name(lines(collect([path]).results))["qpt"]
     assert math.isnan(line.cost_interval[0])
-    assert line.verdict == ""
+    assert line.verdict == "unclear"
 
 
 # -- sources -----------------------------------------------------------------------------------------------------------
@@ -137,6 +137,12 @@ def test_methods_are_named_by_what_sets_them_apart(tmp_path: Path, configs: list
     for i, config in enumerate(configs):
         run_folder(tmp_path / f"run{i}", seed=i, **config)
     assert [run.method for run in collect([tmp_path]).runs] == names
+
+
+def test_runs_on_other_data_are_another_method(tmp_path: Path) -> None:
+    for i, source in enumerate(("here/a.hdf5", "there/a.hdf5", "b.hdf5")):
+        run_folder(tmp_path / f"run{i}", seed=i, source=source)
+    assert [run.method for run in collect([tmp_path]).runs] == ["qpt · data=a.hdf5"] * 2 + ["qpt · data=b.hdf5"]
 
 
 def test_a_name_can_be_given(tmp_path: Path) -> None:
@@ -193,6 +199,8 @@ def test_the_table_of_a_benchmark_keeps_its_runs_apart(tmp_path: Path, ending: s
         (lambda p: [(run_folder(p / "run") / "run.json").write_text("{") and p / "run"], "cannot be read"),
         (lambda p: [(run_folder(p / "run") / "run.json").write_text("[]") and p / "run"], "does not describe a run"),
         (lambda p: [(p / "x.csv").write_text("a,b\n1,2\n") and p / "x.csv"], "has no column 'task'"),
+        (lambda p: [(p / "x.csv").write_bytes(b"\x89PNG\xff\x00") and p / "x.csv"], "no table of episodes"),
+        (lambda p: [(p / "x.parquet").write_bytes(b"PAR1") and p / "x.parquet"], "no table of episodes"),
         (lambda p: [(run_folder(p / "run") / "calibration.csv").write_text("a\n1\n") and p / "run"], "calibration"),
         (lambda _: [], "at least one"),
     ],
@@ -273,6 +281,13 @@ def hostile_runs(folder: Path) -> list[str | Path]:
     return [run, part.save(folder / "table.csv"), other]
 
 
+def test_surrogate_data_are_named_however_deep_their_table_lies(tmp_path: Path) -> None:
+    one = replace(table({10.0: ([1] * 3, [1] * 3)}), provenance={"task": "BallCircle", "surrogate_data": True})
+    path = Episodes.concatenate([Episodes.concatenate([one]), one]).save(tmp_path / "t.csv")
+    page = write_report([path], tmp_path / "r.html")[0].read_text("utf-8")
+    assert "Surrogate data (BallCircle)" in page
+
+
 def test_nothing_in_data_becomes_markup(tmp_path: Path) -> None:
     out, *_ = write_report(hostile_runs(tmp_path), tmp_path / "out.html", title=HOSTILE)
     page = out.read_text("utf-8")
@@ -340,7 +355,7 @@ def test_the_payload_holds_the_numbers(comparison: list[Path], tmp_path: Path) -
     page = write_report([*comparison, *runs], tmp_path / "r.html")[0].read_text("utf-8")
     found = payload(page)
     assert found["tasks"]["BallCircle"]["limits"] == [10.0, 40.0]
-    assert found["rules"] == {"last": "last checkpoint", "oracle": "best, oracle"}
+    assert found["rules"] == {"last": "last checkpoint", "oracle": "oracle (the paper's rule)"}
     (curve,) = found["curves"]
     assert (curve["return"], curve["return_low"], curve["return_high"]) == ([1.0, 4.0], [1.0, 3.0], [1.0, 5.0])
     assert found["methods"][curve["method"]] == "cdt"

@@ -20,12 +20,13 @@ from qpt.envs.toy import tradeoff
 from qpt.episodes import Episodes
 from qpt.errors import QptError
 from qpt.evaluation import evaluate
-from qpt.experiments import beside, paper, reproduce
-from qpt.experiments.bench import run_jobs
+from qpt.experiments import beside, figures, paper, reproduce
+from qpt.experiments.bench import data_files, run_jobs
 from qpt.experiments.executors import local_executor
 from qpt.experiments.jobs import Job
 from qpt.experiments.results import Results
 from qpt.policy import load_policy
+from qpt.report import collect
 from qpt.tasks import dsrl_tasks, register_task
 
 NAN = math.nan
@@ -155,7 +156,7 @@ def together(*parts: Results) -> Results:
 
 def test_a_comparison_is_of_seed_means_and_marks_the_best_safe_one() -> None:
     good = made_up("A", {0: [0.5, 0.7], 1: [0.8, 0.8]}, {0: [0.2, 0.4], 1: [0.5, 0.5]}, "oracle")
-    bold = made_up("B", {0: [0.9, 0.9]}, {0: [1.5, 2.5]}, "oracle")
+    bold = made_up("B", {0: [0.9, 0.9, 0.9]}, {0: [1.5, 2.0, 2.5]}, "oracle")
     late = made_up("A", {0: [0.1, 0.1]}, {0: [0.0, 0.0]}, "last")
     rows = beside.compare(together(late, bold, good), lambda _, v, __: paper.Score(0.6, 0.3) if v == "A" else None)
     assert [(r.variant, r.rule) for r in rows] == [("A", "oracle"), ("B", "oracle"), ("A", "last")] or [
@@ -171,6 +172,8 @@ def test_a_comparison_is_of_seed_means_and_marks_the_best_safe_one() -> None:
     assert (b.safe, b.best, b.verdict) == (False, False, "unsafe")
     assert math.isnan(b.paper_reward)
     assert math.isnan(b.reward_std)  # one seed has no spread
+    last = next(r for r in rows if r.rule == "last")
+    assert (last.safe, last.verdict) == (True, "unclear")  # two episodes show nothing
 
 
 ROWS = [
@@ -185,11 +188,12 @@ ROWS = [
 def test_the_table_in_markdown() -> None:
     text = beside.to_markdown("A title", ROWS, ["A note."])
     assert text.startswith("# A title\n\nNormalised reward and cost")
-    assert "\n\nA note.\n\n## Checkpoint: oracle (the paper's)\n\n" in text
+    assert "\n\nA note.\n\n## Checkpoint: oracle (the paper's rule)\n\n" in text
     assert text.endswith(
         "| task | variant | limit | seeds | reward | paper | Δ | cost | paper | Δ | verdict |\n"
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---|\n"
-        "| BallRun | Q^r & A_1 | 10 | 2 | **0.70 ± 0.10** ★ | 0.60 | +0.10 | **0.40 ± 0.05** | 0.30 | +0.10 | safe |\n"
+        "| BallRun | Q^r \\& A\\_1 | 10 | 2 | **0.70 ± 0.10** ★ | 0.60 | +0.10 | **0.40 ± 0.05** "
+        "| 0.30 | +0.10 | safe |\n"
         "| BallRun | B | 10 | 1 | _0.90_ | – | – | _2.00_ | – | – | unsafe |\n"
     )
 
@@ -199,7 +203,7 @@ def test_the_table_in_latex() -> None:
     assert lines[0] == "% A title"
     assert lines[-5:-2] == [
         r"\midrule",
-        r"BallRun & Q\^{}r \& A\_1 & 10 & 2 & \textcolor{blue}{\textbf{0.70 $\pm$ 0.10}} & 0.60 & +0.10 "
+        r"BallRun & Q\textasciicircum{}r \& A\_1 & 10 & 2 & \textcolor{blue}{\textbf{0.70 $\pm$ 0.10}} & 0.60 & +0.10 "
         r"& \textcolor{blue}{\textbf{0.40 $\pm$ 0.05}} & 0.30 & +0.10 & safe \\",
         r"BallRun & B & 10 & 1 & \textcolor{gray}{0.90} & -- & -- & \textcolor{gray}{2.00} & -- & -- & unsafe \\",
     ]
@@ -238,7 +242,7 @@ def test_data_are_found_by_name_in_a_folder_or_told_to_be_missing(
     (folder / "SafetyBallRun-v0-80-940.hdf5").touch()
     (folder / "SafetyCarRun-v0-40-12.hdf5").touch()  # with another number of episodes
     tasks = ("BallRun", "CarRun", "BallCircle")
-    found = reproduce.files(tasks, {"BallCircle": "embedded:ballcircle"}, folder)
+    found = data_files(tasks, {"BallCircle": "embedded:ballcircle"}, folder)
     assert found == {
         "BallRun": str(folder / "SafetyBallRun-v0-80-940.hdf5"),
         "CarRun": str(folder / "SafetyCarRun-v0-40-12.hdf5"),
@@ -246,10 +250,10 @@ def test_data_are_found_by_name_in_a_folder_or_told_to_be_missing(
     }
     (folder / "SafetyCarRun-v0-40-13.hdf5").touch()
     with pytest.raises(QptError, match="several data files of CarRun"):
-        reproduce.files(tasks, {}, folder)
+        data_files(tasks, {}, folder)
     with pytest.raises(QptError, match="'AntRun', which is not among the tasks"):
-        reproduce.files(tasks, {"AntRun": "x.hdf5"}, None)
-    plan = reproduce.Plan(("DroneRun", "AntRun"), reproduce.SCALES["smoke"], reproduce.files(("DroneRun",), {}, folder))
+        data_files(tasks, {"AntRun": "x.hdf5"}, None)
+    plan = reproduce.Plan(("DroneRun", "AntRun"), reproduce.SCALES["smoke"], data_files(("DroneRun",), {}, folder))
     with pytest.raises(QptError, match=r"`qpt data download DroneRun AntRun`.*`qpt collect --task DroneRun"):
         run_jobs(plan.jobs("bc-safe"), tmp_path / "runs", show="none")
 
@@ -316,7 +320,7 @@ def test_main_table(toy: tuple[str, Path], tmp_path: Path, capsys: pytest.Captur
         *(("QPT", "oracle"), ("BC-Safe", "oracle"), ("QPT", "selected"), ("BC-Safe", "selected")),
         *(("QPT", "last"), ("BC-Safe", "last")),
     ]
-    assert "oracle (the paper's)" in capsys.readouterr().out
+    assert "oracle (the paper's rule)" in capsys.readouterr().out
 
 
 def test_components(toy: tuple[str, Path], tmp_path: Path) -> None:
@@ -357,9 +361,20 @@ def test_zero_shot(toy: tuple[str, Path], tmp_path: Path, capsys: pytest.Capture
     assert [(r["variant"], r["cost_limit"]) for r in rows if r["rule"] == "last"] == [
         *(("QPT", "2.0"), ("QPT", "10.0"), ("CDT", "2.0"), ("CDT", "10.0")),
     ]
+    found = collect([tmp_path / "zero-shot-episodes.csv"]).results  # as `qpt report` reads it
+    assert {(r.method, r.cost_limit) for r in found} == {(m, k) for m in ("QPT", "CDT") for k in (2.0, 10.0)}
     args = ["reproduce", "zero-shot", *toy[0].split(), "--out", str(tmp_path), "--algorithms", "bc-safe"]
     assert main(args) == 1
     assert "bc-safe is trained for one limit" in capsys.readouterr().err
+
+
+def test_the_zero_shot_figure_shows_costs_also_at_a_limit_of_0() -> None:
+    rows = [
+        beside.Row("BallRun", "A", limit, "oracle", 1, 20, 0.5, cost=cost, verdict="safe")
+        for limit, cost in ((0.0, 4.0), (10.0, 0.7))  # costs of 3 and 7: at a limit of 0, one is added to both
+    ]
+    drawn = figures.zero_shot(rows).axes[1].lines[0]
+    assert drawn.get_ydata().tolist() == pytest.approx([3.0, 7.0])
 
 
 def test_augmentation_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -383,7 +398,9 @@ def test_curves_are_means_and_spreads_over_seeds(tmp_path: Path) -> None:
         done: dict[str, Any] = {"key": job.key, "eval_limits": [10.0], "episodes": 20}
         (folder / "done.json").write_text(json.dumps(done))
     (curve,) = reproduce.curves(tmp_path, jobs)
-    assert curve == reproduce.Curve("BallRun", "x", [5], *([pytest.approx(v)] for v in (0.3, 0.1, 2.0, 1.0)))
+    assert curve == reproduce.Curve(
+        "BallRun", "x", [5], *([pytest.approx(v)] for v in (0.3, 0.2 / 2**0.5, 2.0, 2**0.5))
+    )
 
 
 def test_wrong_flags_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

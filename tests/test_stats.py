@@ -117,6 +117,25 @@ def test_paired_difference_sees_what_unpaired_spread_hides() -> None:
         stats.paired_difference_interval([1, 2], [1, 2, 3])
 
 
+def test_the_mean_over_seeds_is_of_their_means_and_needs_a_few_values() -> None:
+    values, seeds = [1.0, 2.0, 3.0, 10.0], ["a", "a", "a", "b"]
+    mean, interval = stats.mean_over_seeds(values, seeds)
+    assert mean == 6.0  # not the mean of the four
+    assert interval == stats.bootstrap_mean_interval(values, groups=seeds)
+    mean, (low, high) = stats.mean_over_seeds([0.0, 0.0], ["a", "b"])
+    assert mean == 0.0
+    assert math.isnan(low)
+    assert math.isnan(high)
+
+
+def test_safe_is_said_of_a_whole_interval() -> None:
+    assert stats.verdict((3.0, 10.0), 10.0) == "safe"
+    assert stats.verdict((3.0, 10.1), 10.0) == "unclear"
+    assert stats.verdict((10.0, 12.0), 10.0) == "unclear"
+    assert stats.verdict((10.1, 12.0), 10.0) == "unsafe"
+    assert stats.verdict((math.nan, math.nan), 10.0) == "unclear"
+
+
 def test_checkpoints_are_selected_by_return_among_the_safe_else_by_cost() -> None:
     rows = [{"return": 9, "cost": 30}, {"return": 5, "cost": 10}, {"return": 7, "cost": 8}, {"return": 1, "cost": 0}]
     assert stats.select_checkpoint(rows, 10) == 2

@@ -97,12 +97,19 @@ class Episodes:
             )
         return lines
 
-    def save(self, path: str | Path) -> Path:
-        """Write a table: .csv (provenance beside it, in `<name>.csv.json`) or .parquet (provenance in its metadata)."""
+    def columns(self) -> dict[str, list[Any]]:
+        """The table by column, as it is saved."""
+        return {_COLUMNS[name]: getattr(self, name).tolist() for name in _COLUMNS}
+
+    def save(self, path: str | Path, more: Mapping[str, list[Any]] | None = None) -> Path:
+        """Write a table: .csv (provenance beside it, in `<name>.csv.json`) or .parquet (provenance in its metadata).
+
+        `more` are further columns, which `load` passes over.
+        """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        columns = {_COLUMNS[name]: getattr(self, name).tolist() for name in _COLUMNS}
+        columns = self.columns() | dict(more or {})
         provenance = json.dumps(self.provenance, indent=1, default=str)
         if path.suffix == ".parquet":
             arrow, parquet = require("pyarrow", "parquet"), require("pyarrow.parquet", "parquet")
@@ -125,21 +132,10 @@ class Episodes:
         path = Path(path)
         if not path.is_file():
             raise QptError(f"there is no table {path}; `qpt evaluate --out` writes one")
-        provenance: dict[str, Any] = {}
-        if path.suffix == ".parquet":
-            table = require("pyarrow.parquet", "parquet").read_table(path)
-            columns: dict[str, list[Any]] = table.to_pydict()
-            provenance = json.loads((table.schema.metadata or {}).get(b"qpt", b"{}"))
-        else:
-            with path.open(newline="", encoding="utf-8") as file:
-                rows = list(csv.reader(file))
-            header = rows[0] if rows else []
-            if any(len(row) != len(header) for row in rows):
-                raise QptError(f"the table {path} has rows of different lengths; it may be cut off: write it again")
-            columns = {name: [row[i] for row in rows[1:]] for i, name in enumerate(header)}
-            side = path.with_name(f"{path.name}.json")
-            if side.is_file():
-                provenance = json.loads(side.read_text(encoding="utf-8"))
+        try:
+            columns, provenance = _read(path)
+        except (ValueError, csv.Error) as error:  # no text, no JSON, no parquet
+            raise QptError(f"{path} or what lies beside it is no table of episodes, or cut off: {error}") from error
         missing = [name for name in _COLUMNS.values() if name not in columns]
         if missing:
             raise QptError(f"the table {path} has no column {missing[0]!r}; it was not written by `qpt evaluate`")
@@ -150,6 +146,21 @@ class Episodes:
         except ValueError as error:
             raise QptError(f"the table {path} cannot be read: {error}") from error
         return cls(**arrays, provenance=provenance)
+
+
+def _read(path: Path) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+    """The columns of a table, and its provenance."""
+    if path.suffix == ".parquet":
+        table = require("pyarrow.parquet", "parquet").read_table(path)
+        return table.to_pydict(), json.loads((table.schema.metadata or {}).get(b"qpt", b"{}"))
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.reader(file))
+    header = rows[0] if rows else []
+    if any(len(row) != len(header) for row in rows):
+        raise QptError(f"the table {path} has rows of different lengths; it may be cut off: write it again")
+    side = path.with_name(f"{path.name}.json")
+    provenance = json.loads(side.read_text(encoding="utf-8")) if side.is_file() else {}
+    return {name: [row[i] for row in rows[1:]] for i, name in enumerate(header)}, provenance
 
 
 # attribute: name in the table ("return" cannot be an attribute)

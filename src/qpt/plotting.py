@@ -94,15 +94,22 @@ def cost_return_plane(episodes: CostsAndReturns, limits: Sequence[float] = (), t
 
 def new_figure(width: float = 7.2, height: float = 4.8) -> tuple[Any, Any]:
     """A Figure of our style and its one pair of axes."""
-    require("matplotlib", "plot")
-    figure_module = require("matplotlib.figure", "plot")
-    figure = figure_module.Figure(figsize=(width, height), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    axes.grid(color=GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=INK)
+    figure, ((axes,),) = panels(1, 1, width, height)
+    axes.tick_params(labelsize="medium")
     return figure, axes
+
+
+def panels(rows: int, columns: int, width: float, height: float) -> tuple[Any, list[list[Any]]]:
+    """A Figure of our style with axes by row and column; small letters, for there may be many."""
+    require("matplotlib", "plot")
+    figure = require("matplotlib.figure", "plot").Figure(figsize=(width, height), dpi=150, layout="constrained")
+    made = [[figure.add_subplot(rows, columns, r * columns + c + 1) for c in range(columns)] for r in range(rows)]
+    for axes in (axes for line in made for axes in line):
+        axes.grid(color=GRID, linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(colors=INK, labelsize=8)
+    return figure, made
 
 
 def save(figure: Any, path: str | Path) -> Path:

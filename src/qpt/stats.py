@@ -13,6 +13,7 @@ from qpt.errors import QptError
 
 Floats = npt.NDArray[np.float64]
 Interval = tuple[float, float]
+FEWEST = 3  # values below which an interval would say nothing
 
 
 # -- bootstrap -----------------------------------------------------------------------------------------------------
@@ -58,6 +59,23 @@ def paired_difference_interval(
     if first.shape != second.shape:
         raise QptError(f"a paired comparison needs as many values on both sides, not {len(first)} and {len(second)}")
     return bootstrap_mean_interval(first - second, confidence, samples=samples, seed=seed)
+
+
+def mean_over_seeds(
+    values: npt.ArrayLike, seeds: npt.ArrayLike, confidence: float = 0.95, samples: int = 10_000
+) -> tuple[float, Interval]:
+    """The mean of the training seeds' means with its bootstrap interval; NaN where fewer than `FEWEST` values are."""
+    array, names = _values(values), np.asarray(seeds)
+    mean = float(np.mean([array[names == name].mean() for name in np.unique(names)]))
+    if len(array) < FEWEST:
+        return mean, (math.nan, math.nan)
+    return mean, bootstrap_mean_interval(array, confidence, names, samples)
+
+
+def verdict(cost_interval: Interval, cost_limit: float) -> str:
+    """Say "safe" or "unsafe" only where the whole interval of the mean cost lies within the limit or above it."""
+    low, high = cost_interval
+    return "safe" if high <= cost_limit else "unsafe" if low > cost_limit else "unclear"  # NaN is unclear
 
 
 def _bootstrap(

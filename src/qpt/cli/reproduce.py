@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import csv
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from qpt import plotting
-from qpt.cli.bench import _settings, _workers
+from qpt.cli.grid import (
+    Files,
+    Ints,
+    Machine,
+    Names,
+    Numbers,
+    Settings,
+    Worker,
+    carry_out,
+    check_simulators,
+    console,
+    read_files,
+    read_settings,
+    tell,
+)
 from qpt.cli.run import Command, run_group
-from qpt.cli.tasks import simulator_installed
 from qpt.data import augment, load_dataset
 from qpt.errors import QptError
 from qpt.experiments import beside, figures, paper, reproduce, theory
-from qpt.experiments.bench import Bench, run_jobs
-from qpt.experiments.executors import Executor, local_executor, ray_executor
-from qpt.experiments.jobs import Job
+from qpt.experiments.bench import Bench
+from qpt.experiments.jobs import RULE_NAMES
+from qpt.experiments.results import Results
 from qpt.tasks import get_task
-
-Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME [NAME ...]")]
-Numbers = Annotated[tuple[float, ...], tyro.conf.arg(metavar="X [X ...]")]
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,7 @@ class Setup:
     """smoke: does it run at all; small: 2,000 steps, 2 seeds; comparison: 30,000 steps; paper: its protocol."""
     tasks: Names = ()
     """Tasks by name; by default the paper's."""
-    data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TASK=FILE [TASK=FILE ...]")] = ()
+    data: Files = ()
     """Data of single tasks, as in BallCircle=embedded:ballcircle."""
     data_dir: Path | None = None
     """A folder with the tasks' data files; what is not there is looked for in the cache."""
@@ -54,20 +63,9 @@ class Setup:
     """Number of training seeds, in place of the scale's."""
     episodes: int | None = None
     """Episodes of each evaluation, in place of the scale's."""
-    settings: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="FIELD=VALUE [FIELD=VALUE ...]")] = ()
+    settings: Settings = ()
     """Settings of the methods and of the runs, as in batch_size=256 qpt.eta_cost=0.01."""
-    device: str = "auto"
-    """cpu, cuda, or auto: cuda where there is one."""
-    executor: Literal["local", "ray"] = "local"
-    """local: processes of this machine; ray: a Ray cluster."""
-    workers: int | None = None
-    """Runs at the same time; by default one a core, or one where there is a GPU; 0 for this process alone."""
-    address: str | None = None
-    """Address of the Ray cluster; by default one is started on this machine."""
-    cpus_per_job: float = 1.0
-    """With Ray: CPUs of each run, which may be a fraction."""
-    gpus_per_job: float = 0.0
-    """With Ray: GPUs of each run, which may be a fraction."""
+    machine: Worker = field(default_factory=Machine)
 
     @property
     def run_folder(self) -> Path:
@@ -76,7 +74,7 @@ class Setup:
     @property
     def simulators(self) -> int | None:
         """Simulator processes for questions to trained policies; one a core unless all is to stay in this process."""
-        return 0 if self.workers == 0 else None
+        return 0 if self.machine.workers == 0 else None
 
 
 Common = Annotated[Setup, tyro.conf.arg(name="")]
@@ -95,12 +93,11 @@ def main_table(setup: Common, algorithms: Names = tuple(paper.METHODS)) -> int:
     """
     tasks = setup.tasks or tuple(paper.main_table_tasks())
     jobs = reproduce.main_table_jobs(_plan(setup, tasks, algorithms), algorithms)
-    bench = _run(setup, jobs)
-    rows = reproduce.main_table(bench.results) if len(bench.results) else []
-    return _finish(setup, "main-table", "Main table", rows, figures.main_table, bench)
+    bench = carry_out(jobs, setup.run_folder, setup.machine)
+    return _finish(setup, "main-table", "Main table", bench, bench.results, reproduce.main_table, figures.main_table)
 
 
-def components(setup: Common, experiments: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N [N ...]")] = ()) -> int:
+def components(setup: Common, experiments: Ints = ()) -> int:
     """The component ablation: augmentation, both critics' terms and candidates, each on or off.
 
     Example: qpt reproduce components --scale small --tasks HopperVelocity --data-dir data --out results/components
@@ -109,14 +106,11 @@ def components(setup: Common, experiments: Annotated[tuple[int, ...], tyro.conf.
         experiments: Numbers of the paper's experiments, 1 to 8; by default all.
     """
     jobs = reproduce.component_jobs(_plan(setup, setup.tasks or paper.COMPONENT_TASKS, ("qpt",)), experiments)
-    bench = _run(setup, jobs)
-    rows = reproduce.components(bench.results) if len(bench.results) else []
-    return _finish(setup, "components", "Components", rows, figures.components, bench)
+    bench = carry_out(jobs, setup.run_folder, setup.machine)
+    return _finish(setup, "components", "Components", bench, bench.results, reproduce.components, figures.components)
 
 
-def candidates(
-    setup: Common, counts: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N [N ...]")] = paper.CANDIDATES
-) -> int:
+def candidates(setup: Common, counts: Ints = paper.CANDIDATES) -> int:
     """The number of candidates at inference: one trained policy a seed, asked with each number.
 
     Example: qpt reproduce candidates --scale small --data-dir data --out results/candidates
@@ -127,11 +121,11 @@ def candidates(
     if not counts or min(counts) < 1:
         raise QptError("numbers of candidates are whole numbers of at least 1")
     jobs = _plan(setup, setup.tasks or paper.CANDIDATE_TASKS, ("qpt",)).jobs("qpt")
-    bench = _run(setup, jobs)
-    found = reproduce.candidates(setup.run_folder, jobs, counts, setup.simulators) if len(bench.results) else None
-    rows = reproduce.candidate_rows(found) if found else []
+    bench = carry_out(jobs, setup.run_folder, setup.machine)
+    found = bench.results and reproduce.candidates(setup.run_folder, jobs, counts, setup.simulators)
     notes = ("The oracle's checkpoint was chosen with the number of candidates that the policy was trained with.",)
-    return _finish(setup, "candidates", "Number of candidates", rows, figures.candidates, bench, notes)
+    words = ("candidates", "Number of candidates")
+    return _finish(setup, *words, bench, found, reproduce.candidate_rows, figures.candidates, notes)
 
 
 def hyperparameters(
@@ -153,14 +147,12 @@ def hyperparameters(
     """
     plan = _plan(setup, setup.tasks or paper.HYPERPARAMETER_TASKS, ("qpt",))
     jobs, sweeps = reproduce.hyperparameter_jobs(plan, etas, fixed_eta_reward, fixed_eta_cost)
-    bench = _run(setup, jobs)
-    rows = reproduce.hyperparameter_rows(bench.results) if len(bench.results) else []
+    bench = carry_out(jobs, setup.run_folder, setup.machine)
     curves = reproduce.curves(setup.run_folder, jobs)
 
     def picture(_: Sequence[beside.Row]) -> Any:
         return figures.hyperparameters(curves, sweeps)
 
-    code = _finish(setup, "hyperparameters", "Hyper-parameters", rows, picture, bench)
     if curves:
         header = ("task", "label", "step", "reward", "reward_std", "cost", "cost_std")
         points = (
@@ -169,7 +161,8 @@ def hyperparameters(
             for point in zip(c.steps, c.reward, c.reward_std, c.cost, c.cost_std, strict=True)
         )
         _write_csv(setup.out / "curves.csv", header, points)
-    return code
+    words = ("hyperparameters", "Hyper-parameters")
+    return _finish(setup, *words, bench, bench.results, reproduce.hyperparameter_rows, picture)
 
 
 def zero_shot(setup: Common, limits: Numbers = paper.ZERO_SHOT_LIMITS, algorithms: Names = ("qpt", "cdt")) -> int:
@@ -188,11 +181,11 @@ def zero_shot(setup: Common, limits: Numbers = paper.ZERO_SHOT_LIMITS, algorithm
     fixed = sorted({job.algorithm for job in jobs if job.train_limit is not None})
     if fixed:
         raise QptError(f"{fixed[0]} is trained for one limit and cannot be asked for another; choose qpt, cdt or caps")
-    bench = _run(setup, jobs)
-    found = reproduce.zero_shot(setup.run_folder, jobs, limits, setup.simulators) if len(bench.results) else None
-    rows = reproduce.zero_shot_rows(found) if found else []
-    notes = ("Printed: Table 1 at the limit 10; elsewhere, for CDT, the supplement of the CAPS paper.",)
-    return _finish(setup, "zero-shot", "Zero-shot adaptation", rows, figures.zero_shot, bench, notes)
+    bench = carry_out(jobs, setup.run_folder, setup.machine)
+    found = bench.results and reproduce.zero_shot(setup.run_folder, jobs, limits, setup.simulators)
+    notes = ("Printed: Table 1 at the limit 10; elsewhere, for CDT and CAPS, the supplement of the CAPS paper.",)
+    words = ("zero-shot", "Zero-shot adaptation")
+    return _finish(setup, *words, bench, found, reproduce.zero_shot_rows, figures.zero_shot, notes)
 
 
 def augmentation_figure(
@@ -246,19 +239,19 @@ def theory_command(out: Path, problems: int = 300) -> int:
     except OSError as error:
         raise QptError(f"the folder {out} cannot be made: {error.strerror}; choose another --out") from error
     result = theory.run(out, problems)
-    console = _console()
+    page = console()
     table = Table("where the theorem or its proof fails", "H", "ε", "σ^r", "σ^c", "claimed ≤", "true", box=SIMPLE_HEAD)
     for row in result.counter_examples:
         numbers = [f"{float(row[name]):.3g}" for name in ("epsilon", "sigma_reward", "sigma_cost", "claimed", "true")]
         table.add_row(str(row["name"]), str(row["H"]), *numbers)
-    console.print(table)
+    page.print(table)
     table = Table("the road", "value", "H", box=SIMPLE_HEAD)
     for name in ("gap of π_DT", "gap of π̂", "bound", "cost gap of π_DT", "cost gap of π̂", "cost bound"):
         table.add_column(name, justify="right")
     for row in result.sweeps:
         keys = [f"{s}_{k}" for s in theory.SIGNALS for k in ("gap_dt", "gap_penalised", "bound")]
         table.add_row(str(row["sweep"]), f"{row['x']:.3g}", str(row["H"]), *(f"{float(row[k]):.3g}" for k in keys))
-    console.print(table)
+    page.print(table)
     for kind, bound in (("as printed", "bound"), ("with what the proof needs", "bound_repaired")):
         part = [row for row in result.scatter if row["sweep"] == kind]
         counts = [len(theory.violations(part, signal, bound)) for signal in theory.SIGNALS]
@@ -287,66 +280,42 @@ def main(args: Sequence[str]) -> int:
 
 
 def _plan(setup: Setup, tasks: Sequence[str], algorithms: Sequence[str]) -> reproduce.Plan:
-    for task in map(get_task, tasks):
-        if not task.has_simulator or not (task.env_factory or simulator_installed(task)):
-            raise QptError(f"{task.name} has no simulator here to be evaluated in; see qpt sims install --help")
-    named: dict[str, str] = {}
-    for text in setup.data:
-        task_name, equals, file = text.partition("=")
-        if not equals or not file:
-            raise QptError(f"--data {text} does not name the file of a task; write it as TASK=FILE")
-        named[task_name] = file
-    scale = reproduce.SCALES[setup.scale]
+    check_simulators(tasks)
     changes: dict[str, Any] = {"steps": setup.steps, "seeds": setup.seeds, "episodes": setup.episodes}
     given = {name: value for name, value in changes.items() if value is not None}
     if min(given.values(), default=1) < 1:
         raise QptError("--steps, --seeds and --episodes are whole numbers of at least 1")
     return reproduce.Plan(
         tuple(tasks),
-        replace(scale, **given),
-        reproduce.files(tasks, named, setup.data_dir),
+        replace(reproduce.SCALES[setup.scale], **given),
+        read_files(setup.data, setup.data_dir, tasks),
         setup.preset,
-        _settings(setup.settings, algorithms) | {"device": setup.device},
+        read_settings(setup.settings, algorithms) | {"device": setup.machine.device},
     )
-
-
-def _run(setup: Setup, jobs: Sequence[Job]) -> Bench:
-    executor: Executor
-    if setup.executor == "ray":
-        executor = ray_executor(setup.address, setup.cpus_per_job, setup.gpus_per_job)
-    else:
-        executor = local_executor(setup.workers if setup.workers is not None else _workers(setup.device))
-    print(f"{len({job.key for job in jobs})} runs in {setup.run_folder}", file=sys.stderr)
-    return run_jobs(jobs, setup.run_folder, executor)
 
 
 def _finish(
     setup: Setup,
     name: str,
     title: str,
-    rows: Sequence[beside.Row],
-    picture: Any,
     bench: Bench,
+    results: Results,
+    make_rows: Callable[[Results], list[beside.Row]],
+    picture: Callable[[Sequence[beside.Row]], Any],
     notes: Sequence[str] = (),
 ) -> int:
-    """Write the tables and the picture, print the paper's rule, and tell what failed."""
-    if rows:
-        notes = (*_about(setup, bench), *notes)
-        written = beside.write_tables(setup.out, name, title, rows, notes)
+    """Write the tables, the picture and the episodes behind them, print the paper's rule, and tell what failed."""
+    if len(results):
+        rows, notes = make_rows(results), (*_about(setup, bench), *notes)
         shown = [row for row in rows if row.rule == rows[0].rule]  # the paper's rule, where there is one
+        written = beside.write_tables(setup.out, name, title, rows, notes)
         written.append(plotting.save(picture(shown), setup.out / f"{name}.png"))
-        console = _console()
-        console.print(_table(shown))
-        for note in notes:
-            console.print(note, highlight=False, markup=False)
-        console.print(f"wrote {', '.join(str(path) for path in written)}", highlight=False, markup=False)
-    for text in bench.incidents:
-        print(f"note: {text}", file=sys.stderr)
-    for key, text in bench.failures.items():
-        print(f"failed: {key}: {text}", file=sys.stderr)
-    if bench.failures:
-        print(f"error: {len(bench.failures)} runs failed; mend them and run the same command again", file=sys.stderr)
-    return 1 if bench.failures or not rows else 0
+        written.append(results.save(setup.out / f"{name}-episodes.csv"))  # for `qpt report`
+        page = console()
+        page.print(_table(shown))
+        for note in (*notes, f"wrote {', '.join(str(path) for path in written)}"):
+            page.print(note, highlight=False, markup=False)
+    return tell(bench) or (0 if len(results) else 1)
 
 
 def _about(setup: Setup, bench: Bench) -> list[str]:
@@ -356,18 +325,14 @@ def _about(setup: Setup, bench: Bench) -> list[str]:
 
 
 def _table(rows: Sequence[beside.Row]) -> Table:
-    rule = beside.RULE_NAMES.get(rows[0].rule, rows[0].rule)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=f"checkpoint: {rule}", title_justify="left")
+    title = f"checkpoint: {RULE_NAMES[rows[0].rule]}"
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
     for name in beside.HEAD:
         table.add_column(name, justify="left" if name in ("task", "variant", "verdict") else "right")
     for row in rows:
         style = "bold blue" if row.best else "bold" if row.safe else "dim"
-        table.add_row(*beside.cells(row), style=style)
+        table.add_row(*map(escape, beside.cells(row)), style=style)
     return table
-
-
-def _console() -> Console:
-    return Console() if sys.stdout.isatty() else Console(width=150)  # a pipe has no width of its own
 
 
 def _write_csv(path: Path, header: Sequence[str], rows: Any) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from qpt.data import find
+from qpt.data.download import find_cached
 from qpt.errors import QptError
 from qpt.experiments.executors import Executor, local_executor
 from qpt.experiments.jobs import Job, is_done, method_config
 from qpt.experiments.live import board
 from qpt.experiments.results import Results, collect_results
-from qpt.tasks import get_task
+from qpt.tasks import Task, get_task
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +52,36 @@ def run_jobs(jobs: Sequence[Job], root: str | Path, executor: Executor | None = 
         if todo:
             (executor or local_executor())(todo, root, report)
     return Bench(collect_results(root, jobs), state.failures, tuple(state.incidents), len(unique) - len(todo))
+
+
+def data_files(tasks: Sequence[str], named: Mapping[str, str], folder: Path | None) -> dict[str, str]:
+    """The data of each task: as named, else from the folder, else (nothing here) from the cache.
+
+    In the folder a file may hold another number of episodes than the published one: "...-v0-80-900.hdf5" will do.
+    """
+    unknown = sorted(set(named) - set(tasks))
+    if unknown:
+        raise QptError(f"--data names {unknown[0]!r}, which is not among the tasks; add it to --tasks or leave it out")
+    found = dict(named)
+    for task in (get_task(name) for name in tasks if name not in named):
+        if folder is not None and task.data_file is not None:
+            path = _in_folder(task, folder)
+            if path is not None:
+                found[task.name] = str(path)
+            elif find_cached(task) is None:
+                found[task.name] = str(folder / Path(task.data_file).name)  # so that it is named when it is missed
+    return found
+
+
+def _in_folder(task: Task, folder: Path) -> Path | None:
+    name = Path(str(task.data_file)).name
+    if (folder / name).is_file():
+        return folder / name
+    stem = re.sub(r"-\d+-\d+(?=\.\w+$)", "", name).rsplit(".", 1)[0]
+    like = sorted(folder.glob(f"{stem}-*.hdf5"))
+    if len(like) > 1:
+        raise QptError(f"{folder} has several data files of {task.name}; choose one with --data {task.name}=FILE")
+    return like[0] if like else None
 
 
 def check_data(jobs: Sequence[Job]) -> None:

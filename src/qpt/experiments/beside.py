@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from qpt.errors import QptError
+from qpt.experiments.jobs import LAST, ORACLE, RULE_NAMES, SELECTED
 from qpt.experiments.paper import Score
 from qpt.experiments.results import Results, summarize
+from qpt.experiments.texts import csv_table, latex, markdown, write_texts
 
 Published = Callable[[str, str, float], Score | None]  # (task, variant, cost limit)
-RULE_NAMES = {"oracle": "oracle (the paper's)", "selected": "selected, fresh episodes", "last": "last"}
+ORDER = (ORACLE, SELECTED, LAST)  # the paper's rule comes first
 
 
 @dataclass(frozen=True)
@@ -31,16 +30,16 @@ class Row:
     seeds: int
     episodes: int
     reward: float  # normalised
-    reward_std: float  # over seeds
-    reward_low: float  # 95 % interval over seeds and episodes
-    reward_high: float
-    paper_reward: float
-    cost: float
-    cost_std: float
-    cost_low: float
-    cost_high: float
-    paper_cost: float
-    verdict: str  # of the interval of the cost: safe, unsafe or unclear
+    reward_std: float = math.nan  # over seeds
+    reward_low: float = math.nan  # 95 % interval over seeds and episodes
+    reward_high: float = math.nan
+    paper_reward: float = math.nan
+    cost: float = math.nan
+    cost_std: float = math.nan
+    cost_low: float = math.nan
+    cost_high: float = math.nan
+    paper_cost: float = math.nan
+    verdict: str = ""  # of the interval of the cost: safe, unsafe or unclear; none for averages of tasks
     best: bool = False  # the highest reward among the variants whose mean cost is within the limit
 
     @property
@@ -58,50 +57,18 @@ class Row:
 
 def compare(results: Results, published: Published) -> list[Row]:
     """The results' summary with the printed numbers; the paper's rule comes first."""
-    e = results.episodes
     rows = []
     for line in summarize(results):
         task, variant, limit, rule = line["task"], line["label"], line["cost_limit"], line["rule"]
-        here = (e.task == task) & (results.label == variant) & (e.cost_limit == limit) & (e.checkpoint == rule)
         printed = published(task, variant, limit)
-        scores: dict[str, float] = {}
+        numbers: dict[str, Any] = {}
         for name, column in (("reward", "normalized_return"), ("cost", "normalized_cost")):
-            scores[name] = line[column]
-            scores[f"{name}_std"] = _spread(getattr(e, column)[here], results.train_seed[here])
-            scores[f"{name}_low"], scores[f"{name}_high"] = line[f"{column}_interval"]
-            scores[f"paper_{name}"] = getattr(printed, name) if printed else math.nan
-        rows.append(_row(task, variant, limit, rule, line["seeds"], line["episodes"], scores, line["verdict"]))
-    order = {rule: i for i, rule in enumerate(RULE_NAMES)}
-    return mark_best(sorted(rows, key=lambda r: order.get(r.rule, len(order))))
-
-
-def _row(
-    task: str,
-    variant: str,
-    limit: float,
-    rule: str,
-    seeds: int,
-    episodes: int,
-    scores: dict[str, float],
-    verdict: str,
-) -> Row:
-    numbers = [f"{name}{end}" for name in ("reward", "cost") for end in ("", "_std", "_low", "_high")]
-    everything: dict[str, Any] = dict.fromkeys([*numbers, "paper_reward", "paper_cost"], math.nan) | scores
-    return Row(
-        task=task,
-        variant=variant,
-        cost_limit=limit,
-        rule=rule,
-        seeds=seeds,
-        episodes=episodes,
-        verdict=verdict,
-        **everything,
-    )
-
-
-def _spread(values: Any, seeds: Any) -> float:
-    means = [values[seeds == seed].mean() for seed in np.unique(seeds)]
-    return float(np.std(means, ddof=1)) if len(means) > 1 else math.nan
+            numbers[name], numbers[f"{name}_std"] = line[column], line[f"{column}_std"]
+            numbers[f"{name}_low"], numbers[f"{name}_high"] = line[f"{column}_interval"]
+            numbers[f"paper_{name}"] = getattr(printed, name) if printed else math.nan
+        found = (line["seeds"], line["episodes"])
+        rows.append(Row(task, variant, limit, rule, *found, **numbers, verdict=line["verdict"]))
+    return mark_best(sorted(rows, key=lambda row: ORDER.index(row.rule)))
 
 
 def mark_best(rows: Sequence[Row]) -> list[Row]:
@@ -126,10 +93,10 @@ def averages(rows: Sequence[Row], groups: dict[str, str]) -> list[Row]:
     made = []
     for (group, variant, limit, rule), part in found.items():
         means = ("reward", "paper_reward", "cost", "paper_cost")
-        scores = {name: float(np.mean([getattr(r, name) for r in part])) for name in means}
+        numbers: dict[str, Any] = {name: float(np.mean([getattr(r, name) for r in part])) for name in means}
         name = f"{group} average ({len(part)} task{'s' * (len(part) > 1)})"
         seeds, episodes = min(r.seeds for r in part), sum(r.episodes for r in part)
-        made.append(_row(name, variant, limit, rule, seeds, episodes, scores, ""))
+        made.append(Row(name, variant, limit, rule, seeds, episodes, **numbers))
     return mark_best(made)
 
 
@@ -149,13 +116,13 @@ def cells(row: Row) -> list[str]:
     def number(value: float, sign: str = "") -> str:
         return "–" if math.isnan(value) else f"{value:{sign}z.2f}"
 
-    def spread(value: float, std: float) -> str:
+    def with_std(value: float, std: float) -> str:
         return number(value) if math.isnan(std) else f"{number(value)} ± {std:.2f}"
 
     return [
         *(row.task, row.variant, f"{row.cost_limit:g}", str(row.seeds)),
-        *(spread(row.reward, row.reward_std), number(row.paper_reward), number(row.reward_difference, "+")),
-        *(spread(row.cost, row.cost_std), number(row.paper_cost), number(row.cost_difference, "+")),
+        *(with_std(row.reward, row.reward_std), number(row.paper_reward), number(row.reward_difference, "+")),
+        *(with_std(row.cost, row.cost_std), number(row.paper_cost), number(row.cost_difference, "+")),
         row.verdict,
     ]
 
@@ -167,10 +134,10 @@ def to_markdown(title: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> s
     """One table for each rule of choosing a checkpoint."""
     parts = [f"# {title}", LEGEND.format(best="★", unsafe="italics"), *notes]
     for rule in dict.fromkeys(r.rule for r in rows):
-        lines = [f"## Checkpoint: {RULE_NAMES.get(rule, rule)}", "", f"| {' | '.join(HEAD)} |"]
+        lines = [f"## Checkpoint: {RULE_NAMES[rule]}", "", f"| {' | '.join(HEAD)} |"]
         lines.append("|" + "".join("---|" if name in ("task", "variant", "verdict") else "---:|" for name in HEAD))
         for row in (r for r in rows if r.rule == rule):
-            texts = cells(row)
+            texts = [markdown(text) for text in cells(row)]
             for place in MEASURED:
                 texts[place] = f"**{texts[place]}**" if row.safe else f"_{texts[place]}_"
             texts[MEASURED[0]] += " ★" * row.best
@@ -184,10 +151,10 @@ def to_latex(title: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
     parts = [f"% {title}", r"% \usepackage{booktabs, xcolor}", "% " + LEGEND.format(best="blue", unsafe="grey")]
     parts += [f"% {note}" for note in notes]
     for rule in dict.fromkeys(r.rule for r in rows):
-        parts.append(f"% checkpoint: {RULE_NAMES.get(rule, rule)}")
-        parts += [r"\begin{tabular}{llrrrrrrrrl}", r"\toprule", " & ".join(map(_latex, HEAD)) + r" \\", r"\midrule"]
+        parts.append(f"% checkpoint: {RULE_NAMES[rule]}")
+        parts += [r"\begin{tabular}{llrrrrrrrrl}", r"\toprule", " & ".join(map(latex, HEAD)) + r" \\", r"\midrule"]
         for row in (r for r in rows if r.rule == rule):
-            texts = [_latex(text) for text in cells(row)]
+            texts = [latex(text) for text in cells(row)]
             for place in MEASURED:
                 shown = rf"\textbf{{{texts[place]}}}" if row.safe else rf"\textcolor{{gray}}{{{texts[place]}}}"
                 texts[place] = rf"\textcolor{{blue}}{{{shown}}}" if row.best else shown
@@ -198,26 +165,11 @@ def to_latex(title: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> str:
 
 def to_csv(rows: Sequence[Row]) -> str:
     """Every number, in full."""
-    text = io.StringIO()
-    extra = ("reward_difference", "cost_difference")
-    writer = csv.DictWriter(text, [*(f.name for f in fields(Row)), *extra], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(row) | {name: getattr(row, name) for name in extra} for row in rows)
-    return text.getvalue()
-
-
-def _latex(text: str) -> str:
-    special = {"±": r"$\pm$", "Δ": r"$\Delta$", "–": "--", "≤": r"$\leq$", "η": r"$\eta$", "^": r"\^{}", "_": r"\_"}
-    return "".join(special.get(c, f"\\{c}" if c in "&%#$" else c) for c in text)
+    differences = ("reward_difference", "cost_difference")
+    return csv_table([asdict(row) | {name: getattr(row, name) for name in differences} for row in rows])
 
 
 def write_tables(out: Path, name: str, title: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> list[Path]:
     """NAME.md, NAME.csv and NAME.tex in a folder."""
     texts = {"md": to_markdown(title, rows, notes), "csv": to_csv(rows), "tex": to_latex(title, rows, notes)}
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for ending, text in texts.items():
-            (out / f"{name}.{ending}").write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise QptError(f"the tables cannot be written to {out}: {error.strerror}; choose another --out") from error
-    return [out / f"{name}.{ending}" for ending in texts]
+    return write_texts(out, {f"{name}.{ending}": text for ending, text in texts.items()})

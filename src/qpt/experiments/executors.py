@@ -17,6 +17,7 @@ import traceback
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,7 @@ def ray_executor(
 
         def submit(job: Job) -> None:
             begun[job.key] = len(events(root / job.key))
-            running[remote.remote(payload(job, root.resolve(), simulators), token)] = job
+            running[remote.remote(payload(elsewhere(job), root.resolve(), simulators), token)] = job
 
         try:
             for job in jobs:
@@ -219,6 +220,12 @@ def ray_executor(
                 ray.shutdown()
 
     return execute
+
+
+def elsewhere(job: Job) -> Job:
+    """The job as another machine must be told it: its processes start in some other folder."""
+    here = job.data is not None and Path(job.data).is_file()
+    return replace(job, data=str(Path(str(job.data)).resolve())) if here else job
 
 
 def _connect(ray: Any, address: str | None) -> None:

@@ -42,48 +42,29 @@ def main_table(rows: Sequence[Row]) -> Any:
 
 def components(rows: Sequence[Row]) -> Any:
     """Bars for the eight experiments, reward above cost, with the printed values as lines across them."""
-    tasks = list(dict.fromkeys(r.task for r in rows))
-    figure, panels = _panels(2, len(tasks), 5.2, 2.9)
-    for column, task in enumerate(tasks):
-        part = [r for r in rows if r.task == task]
-        x = np.arange(len(part))
-        for line, name in enumerate(("reward", "cost")):
-            axes = panels[line][column]
-            measured, spread = _values(part, name)
-            axes.bar(x, measured, 0.62, yerr=spread, color=COLOURS[0], alpha=0.85, label="measured", capsize=2)
-            printed = [getattr(r, f"paper_{name}") for r in part]
+    figure, panels = _reward_above_cost(rows, 5.2, 2.9, "experiment")
+    for axes, part, name in panels:
+        x, (measured, spread) = np.arange(len(part)), _values(part, name)
+        axes.bar(x, measured, 0.62, yerr=spread, color=COLOURS[0], alpha=0.85, label="measured", capsize=2)
+        printed = [getattr(r, f"paper_{name}") for r in part]
+        if not all(map(math.isnan, printed)):  # a task that the paper does not have
             axes.hlines(printed, x - 0.4, x + 0.4, color=plotting.FRONTIER, linewidth=2, label="printed")
-            axes.set_xticks(x, [r.variant.split(":")[0] for r in part])
-            if name == "cost":
-                axes.axhline(1, color=plotting.LIMIT, linewidth=1, linestyle="--", label="limit")
-                axes.set_xlabel("experiment", color=plotting.INK)
-            else:
-                axes.set_title(task, loc="left", fontsize=10)
-            axes.set_ylabel(name, color=plotting.INK)
+        axes.set_xticks(x, [r.variant.split(":")[0] for r in part])
     return _legend(figure, panels[1][0], 3)
 
 
 def candidates(rows: Sequence[Row]) -> Any:
     """Reward and cost over the number of candidates."""
-    tasks = list(dict.fromkeys(r.task for r in rows))
-    figure, panels = _panels(2, len(tasks), 4.6, 2.7)
-    for column, task in enumerate(tasks):
-        part = [r for r in rows if r.task == task]
-        x = [int(r.variant.removeprefix("m = ")) for r in part]
-        for line, name in enumerate(("reward", "cost")):
-            axes = panels[line][column]
-            measured, spread = _values(part, name)
-            axes.errorbar(x, measured, yerr=spread, fmt="o-", color=COLOURS[0], markersize=4, label="measured")
-            axes.plot(x, [getattr(r, f"paper_{name}") for r in part], "s--", color=PAPER, markersize=4, label="printed")
-            axes.set_xscale("log")
-            axes.set_xticks(x, [str(v) for v in x])
-            axes.minorticks_off()
-            if name == "cost":
-                axes.axhline(1, color=plotting.LIMIT, linewidth=1, linestyle="--", label="limit")
-                axes.set_xlabel("candidates", color=plotting.INK)
-            else:
-                axes.set_title(task, loc="left", fontsize=10)
-            axes.set_ylabel(name, color=plotting.INK)
+    figure, panels = _reward_above_cost(rows, 4.6, 2.7, "candidates")
+    for axes, part, name in panels:
+        x, (measured, spread) = [int(r.variant.removeprefix("m = ")) for r in part], _values(part, name)
+        axes.errorbar(x, measured, yerr=spread, fmt="o-", color=COLOURS[0], markersize=4, label="measured")
+        printed = [getattr(r, f"paper_{name}") for r in part]
+        if not all(map(math.isnan, printed)):
+            axes.plot(x, printed, "s--", color=PAPER, markersize=4, label="printed")
+        axes.set_xscale("log")
+        axes.set_xticks(x, [str(v) for v in x])
+        axes.minorticks_off()
     return _legend(figure, panels[1][0], 3)
 
 
@@ -97,9 +78,11 @@ def zero_shot(rows: Sequence[Row]) -> Any:
             part = sorted((r for r in rows if r.task == task and r.variant == method), key=lambda r: r.cost_limit)
             x = np.array([r.cost_limit for r in part])
             for line, name in enumerate(("reward", "cost")):
-                scale = np.where(x == 0, 1.0, x) if name == "cost" else np.ones_like(x)
                 axes = panels[line][column]
-                measured, spread = (np.array(v) * scale for v in _values(part, name))
+                measured, spread = map(np.array, _values(part, name))
+                if name == "cost":  # normalised by limit, or by (cost + 1) / (0 + 1) at a limit of 0
+                    measured = np.where(x == 0, measured - 1, measured * x)
+                    spread = np.where(x == 0, spread, spread * x)
                 axes.plot(x, measured, "o-", color=colour, markersize=3, linewidth=1.4, label=method)
                 axes.fill_between(x, measured - spread, measured + spread, color=colour, alpha=0.18, linewidth=0)
         limits = sorted({r.cost_limit for r in rows if r.task == task})
@@ -123,7 +106,7 @@ def hyperparameters(curves: Sequence[Curve], sweeps: Mapping[str, Mapping[str, f
                 continue
             curve, name = found[label], sweep.split(",")[0]
             for line, (mean, spread) in enumerate(((curve.reward, curve.reward_std), (curve.cost, curve.cost_std))):
-                axes, y, band = panels[line][column], np.array(mean), np.array(spread)
+                axes, y, band = panels[line][column], np.array(mean), np.nan_to_num(spread)  # one seed has no band
                 axes.plot(curve.steps, y, "o-", color=colour, markersize=2.5, linewidth=1.4, label=f"{name} = {eta:g}")
                 axes.fill_between(curve.steps, y - band, y + band, color=colour, alpha=0.18, linewidth=0)
         panels[0][column].set_title(f"{task}: {sweep}", loc="left", fontsize=9)
@@ -167,15 +150,28 @@ def augmentation(data: Trajectories, relabelled: Relabelled, title: str, arrows:
 
 
 def _panels(rows: int, columns: int, width: float, height: float) -> tuple[Any, list[list[Any]]]:
-    figure, first = plotting.new_figure(max(width * columns, 5.0), height * rows + 0.4)
-    first.remove()
-    panels = [[figure.add_subplot(rows, columns, r * columns + c + 1) for c in range(columns)] for r in range(rows)]
-    for axes in (axes for line in panels for axes in line):
-        axes.grid(color=plotting.GRID, linewidth=0.7)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(colors=plotting.INK, labelsize=8)
-    return figure, panels
+    """Panels of a width and height each, with room for a legend below."""
+    return plotting.panels(rows, columns, max(width * columns, 5.0), height * rows + 0.4)
+
+
+def _reward_above_cost(
+    rows: Sequence[Row], width: float, height: float, across: str
+) -> tuple[Any, list[tuple[Any, list[Row], str]]]:
+    """A column for each task: (axes, the task's rows, "reward" or "cost") of every panel, with the limit drawn in."""
+    tasks = list(dict.fromkeys(r.task for r in rows))
+    figure, panels = _panels(2, len(tasks), width, height)
+    found = []
+    for column, task in enumerate(tasks):
+        for line, name in enumerate(("reward", "cost")):
+            axes = panels[line][column]
+            axes.set_ylabel(name, color=plotting.INK)
+            if name == "reward":
+                axes.set_title(task, loc="left", fontsize=10)
+            else:
+                axes.axhline(1, color=plotting.LIMIT, linewidth=1, linestyle="--", label="limit")
+                axes.set_xlabel(across, color=plotting.INK)
+            found.append((axes, [r for r in rows if r.task == task], name))
+    return figure, found
 
 
 def _colours(count: int) -> list[str]:

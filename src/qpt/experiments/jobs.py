@@ -32,6 +32,7 @@ LAST = "last"  # the last checkpoint, on the report's episodes
 ORACLE = "oracle"  # the best of all evaluations in training, on the very episodes it was chosen by (the paper's rule)
 SELECTED = "selected"  # the same checkpoint on the report's episodes, which had no part in the choice
 RULES = (LAST, ORACLE, SELECTED)
+RULE_NAMES = {LAST: "last checkpoint", ORACLE: "oracle (the paper's rule)", SELECTED: "selected (fresh episodes)"}
 
 # Settings of TrainConfig that say how a machine does the work, not what comes out: no part of a job's name.
 MACHINE = {
@@ -240,9 +241,8 @@ def run_job(job: Job, root: Path, simulators: int = 0) -> Path:
             write_json(folder / JOB, job.to_json())
             _train(job, folder, simulators)
             _event(folder, "trained", step=_trained_steps(folder))
-            episodes = _evaluate(job, folder, simulators)
-            if episodes is not None:
-                episodes.save(folder / EPISODES)
+            if job.task is not None and get_task(job.task).has_simulator:
+                evaluate_rules(job, folder, job.eval_limits, workers=simulators).save(folder / EPISODES)
             write_json(folder / DONE, _facts(job, folder) | {"seconds": round(time.time() - began, 1)})
             _event(folder, "done")
         except Interrupted:
@@ -269,19 +269,23 @@ def _train(job: Job, folder: Path, simulators: int) -> None:
         raise Interrupted(job.key)
 
 
-def _evaluate(job: Job, folder: Path, simulators: int) -> Episodes | None:
-    """The rows of every rule; None for a task without a simulator."""
-    if job.task is None or not get_task(job.task).has_simulator:
-        return None
-    workers = int(job.overrides.get("workers", simulators))
+def evaluate_rules(
+    job: Job,
+    folder: Path,
+    cost_limits: Sequence[float],
+    settings: Mapping[str, Any] | None = None,
+    workers: int | None = None,
+) -> Episodes:
+    """Episodes of a trained job by every rule; `settings` replace fields of the policy's config."""
+    workers = job.overrides.get("workers", workers)
     device = str(job.overrides.get("device", "auto"))
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def rows(rule: str, which: Literal["last", "best"], seed: int) -> Episodes:
-        policy = load_policy(folder, which=which, device=device)
+        policy = load_policy(folder, which=which, device=device, **(settings or {}))
         found = evaluate(
-            policy, str(job.task), episodes=job.episodes, cost_limits=job.eval_limits, seed=seed, workers=workers
+            policy, str(job.task), episodes=job.episodes, cost_limits=cost_limits, seed=seed, workers=workers
         )
         return _named(found, rule)
 
@@ -289,9 +293,16 @@ def _evaluate(job: Job, folder: Path, simulators: int) -> Episodes | None:
     if job.eval_every:
         # Evaluation is exact: the rows that chose the checkpoint come out again.
         parts.append(rows(ORACLE, "best", job.selection_seed))
-        best, last = (int(checkpoint.read_manifest(checkpoint.resolve(folder, w))["step"]) for w in ("best", "last"))
-        parts.append(_named(parts[0], SELECTED) if best == last else rows(SELECTED, "best", job.report_seed))
+        steps = checkpoint_steps(job, folder)
+        same = steps["best"] == steps["last"]
+        parts.append(_named(parts[0], SELECTED) if same else rows(SELECTED, "best", job.report_seed))
     return Episodes.concatenate(parts)
+
+
+def checkpoint_steps(job: Job, folder: Path) -> dict[str, int]:
+    """The steps of the checkpoints that the rules speak of."""
+    names: tuple[Literal["last", "best"], ...] = ("last", "best") if job.eval_every else ("last",)
+    return {name: int(checkpoint.read_manifest(checkpoint.resolve(folder, name))["step"]) for name in names}
 
 
 def _named(episodes: Episodes, rule: str) -> Episodes:

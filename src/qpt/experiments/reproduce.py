@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from qpt import checkpoint, logs
+from qpt import logs
 from qpt.algorithms.base import algorithm_classes
-from qpt.data.download import find_cached
 from qpt.episodes import Episodes
 from qpt.errors import QptError
-from qpt.evaluation import evaluate
 from qpt.experiments import paper
 from qpt.experiments.beside import Row, averages, compare
-from qpt.experiments.jobs import LAST, ORACLE, SELECTED, Job, grid, is_done, method_config
+from qpt.experiments.jobs import Job, checkpoint_steps, evaluate_rules, grid, is_done, method_config
 from qpt.experiments.results import Results
-from qpt.policy import load_policy
-from qpt.tasks import Task, get_task
+from qpt.experiments.scores import spread
+from qpt.tasks import get_task
 
 ScaleName = Literal["smoke", "small", "comparison", "paper"]
 
@@ -103,36 +100,6 @@ def _without_defaults(job: Job) -> Job:
 def by_seed(jobs: Sequence[Job]) -> list[Job]:
     """One seed of everything first: an early look at the whole table."""
     return sorted(jobs, key=lambda job: job.seed)
-
-
-def files(tasks: Sequence[str], named: Mapping[str, str], folder: Path | None) -> dict[str, str]:
-    """The data of each task: as named, else from the folder, else (nothing here) from the cache.
-
-    In the folder a file may hold another number of episodes than the published one: "...-v0-80-900.hdf5" will do.
-    """
-    unknown = sorted(set(named) - set(tasks))
-    if unknown:
-        raise QptError(f"--data names {unknown[0]!r}, which is not among the tasks; add it to --tasks or leave it out")
-    found = dict(named)
-    for task in (get_task(name) for name in tasks if name not in named):
-        if folder is not None and task.data_file is not None:
-            path = _in_folder(task, folder)
-            if path is not None:
-                found[task.name] = str(path)
-            elif find_cached(task) is None:
-                found[task.name] = str(folder / Path(task.data_file).name)  # so that it is named when it is missed
-    return found
-
-
-def _in_folder(task: Task, folder: Path) -> Path | None:
-    name = Path(str(task.data_file)).name
-    if (folder / name).is_file():
-        return folder / name
-    stem = re.sub(r"-\d+-\d+(?=\.\w+$)", "", name).rsplit(".", 1)[0]
-    like = sorted(folder.glob(f"{stem}-*.hdf5"))
-    if len(like) > 1:
-        raise QptError(f"{folder} has several data files of {task.name}; choose one with --data {task.name}=FILE")
-    return like[0] if like else None
 
 
 # -- the experiments ---------------------------------------------------------------------------------------------------
@@ -250,10 +217,10 @@ def curves(runs: Path, jobs: Sequence[Job]) -> list[Curve]:
     made = []
     for (task, label), by_step in found.items():
         steps = sorted(by_step)
-        means = np.array([np.mean(by_step[s], 0) for s in steps])
-        spread = np.array([np.std(by_step[s], 0) for s in steps])
-        columns = (means[:, 0], spread[:, 0], means[:, 1], spread[:, 1])
-        made.append(Curve(task, label, steps, *(c.tolist() for c in columns)))
+        columns = []
+        for values in ([[score[i] for score in by_step[step]] for step in steps] for i in (0, 1)):
+            columns += [[float(np.mean(v)) for v in values], [spread(v) for v in values]]
+        made.append(Curve(task, label, steps, *columns))
     return made
 
 
@@ -268,43 +235,17 @@ def reevaluate(
     They are kept in the job's folder and made once.
     """
     folder = runs / job.key
-    steps = {w: checkpoint.read_manifest(checkpoint.resolve(folder, w))["step"] for w in _which(job)}
+    steps = checkpoint_steps(job, folder)
     asked = {"limits": list(map(float, limits)), "settings": dict(settings), "episodes": job.episodes, "steps": steps}
     text = json.dumps(asked, sort_keys=True)
     path = folder / "asked" / f"{hashlib.sha256(text.encode()).hexdigest()[:12]}.csv"
-    if path.is_file():
-        return Episodes.load(path)
-    rules = [(LAST, "last", job.report_seed)]
-    if job.eval_every:
-        rules += [(ORACLE, "best", job.selection_seed), (SELECTED, "best", job.report_seed)]
-    parts = []
-    for rule, which, seed in rules:
-        policy = load_policy(folder, which="best" if which == "best" else "last", **settings)
-        found = evaluate(
-            policy, str(job.task), episodes=job.episodes, cost_limits=limits, seed=seed, workers=simulators
-        )
-        parts.append(replace(found, checkpoint=np.full(len(found), rule)))
-    whole = Episodes.concatenate(parts)
-    whole.save(path)
-    return whole
+    if not path.is_file():
+        evaluate_rules(job, folder, limits, settings, simulators).save(path)
+    return Episodes.load(path)
 
 
-def _which(job: Job) -> tuple[Literal["last", "best"], ...]:
-    return ("last", "best") if job.eval_every else ("last",)
-
-
-def _joined(parts: Any) -> Results:
-    pairs = [(job, episodes) for job, episodes in parts]
-    if not pairs:
+def _joined(parts: Iterable[tuple[Job, Episodes]]) -> Results:
+    found = [(job.key, job, episodes) for job, episodes in parts]
+    if not found:
         raise QptError("no run is finished; see above why they failed")
-
-    def column(values: list[Any], kind: Any) -> Any:
-        return np.repeat(np.array(values, kind), [len(e) for _, e in pairs])
-
-    return Results(
-        Episodes.concatenate([e for _, e in pairs]),
-        column([j.key for j, _ in pairs], np.str_),
-        column([j.label for j, _ in pairs], np.str_),
-        column([j.seed for j, _ in pairs], np.int64),
-        {job.key: job for job, _ in pairs},
-    )
+    return Results.of(found)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import csv
 import math
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from qpt import stats
 from qpt.episodes import Episodes
-from qpt.errors import QptError, require
+from qpt.errors import QptError
 from qpt.experiments.jobs import DONE, EPISODES, JOB, RULES, Job, is_done, read_json
+from qpt.experiments.scores import score
 
 Strings = npt.NDArray[np.str_]
 Ints = npt.NDArray[np.int64]
-COLUMN = {"returns": "return", "costs": "cost", "lengths": "length"}  # named in files as Episodes names them
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +31,22 @@ class Results:
     jobs: Mapping[str, Job]  # by key
     notes: tuple[str, ...] = ()  # what a reader must know before comparing
 
+    @classmethod
+    def of(cls, parts: Sequence[tuple[str, Job, Episodes]], notes: tuple[str, ...] = ()) -> Results:
+        """The episodes of jobs, each with its key."""
+
+        def column(values: list[Any], kind: Any) -> Any:
+            return np.repeat(np.array(values, kind), [len(e) for _, _, e in parts])
+
+        return cls(
+            Episodes.concatenate([e for _, _, e in parts]) if parts else _no_episodes(),
+            column([key for key, _, _ in parts], np.str_),
+            column([job.label for _, job, _ in parts], np.str_),
+            column([job.seed for _, job, _ in parts], np.int64),
+            {key: job for key, job, _ in parts},
+            notes,
+        )
+
     def __len__(self) -> int:
         return len(self.episodes)
 
@@ -45,35 +58,25 @@ class Results:
 
     def columns(self) -> dict[str, list[Any]]:
         """The table by column: those of `Episodes`, then the run's."""
-        names = [f.name for f in fields(Episodes) if f.name not in ("provenance", "trajectories")]
-        table = {COLUMN.get(name, name): getattr(self.episodes, name).tolist() for name in names}
-        run = {name: getattr(self, name).tolist() for name in ("job", "label", "train_seed")}
-        return table | run | {"preset": [self.jobs[key].preset for key in run["job"]]}
+        return self.episodes.columns() | self._of_runs()
 
     def save(self, path: str | Path) -> Path:
         """Write the table as .csv or .parquet; `Episodes.load` reads it too."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        table = self.columns()
-        if path.suffix == ".parquet":
-            arrow, parquet = require("pyarrow", "parquet"), require("pyarrow.parquet", "parquet")
-            parquet.write_table(arrow.table(table), temporary)
-        elif path.suffix == ".csv":
-            with temporary.open("w", newline="", encoding="utf-8") as file:
-                writer = csv.writer(file)
-                writer.writerow(table)
-                writer.writerows(zip(*table.values(), strict=True))
-        else:
-            raise QptError(f"a table is saved as .csv or .parquet, not as {path.name!r}; change the ending")
-        temporary.replace(path)
-        return path
+        return self.episodes.save(path, self._of_runs())
+
+    def _of_runs(self) -> dict[str, list[Any]]:
+        columns = {name: getattr(self, name).tolist() for name in ("job", "label", "train_seed")}
+        return columns | {"preset": [self.jobs[key].preset for key in columns["job"]]}
 
 
 def collect_results(root: str | Path, jobs: Sequence[Job] | None = None) -> Results:
     """The episodes of all finished folders below `root`, or of the given jobs (under the labels these have)."""
     root = Path(root)
-    runs = _finished(root) if jobs is None else [(j.key, root / j.key, j) for j in jobs if is_done(j, root)]
+    notes: list[str] = []
+    if jobs is None:
+        runs = _apart(_finished(root, notes))
+    else:
+        runs = [(job.key, root / job.key, job) for job in jobs if is_done(job, root)]
     parts: list[tuple[str, Job, Episodes]] = []
     sources: dict[str, set[tuple[str, bool]]] = {}  # fingerprint, and whether the data are a surrogate
     for key, folder, job in runs:
@@ -82,34 +85,47 @@ def collect_results(root: str | Path, jobs: Sequence[Job] | None = None) -> Resu
         parts.append((key, job, Episodes.load(folder / EPISODES)))
         facts = (read_json(folder / DONE) or {}).get("data", {})
         sources.setdefault(str(job.task), set()).add((str(facts.get("fingerprint")), bool(facts.get("surrogate"))))
-    mixed = [f"The runs of {task} were trained on different data." for task, found in sources.items() if len(found) > 1]
+    notes += [
+        f"The runs of {task} were trained on different data." for task, found in sources.items() if len(found) > 1
+    ]
     stand_ins = ", ".join(task for task, found in sources.items() if any(surrogate for _, surrogate in found))
-    notes = (*mixed, *([f"Trained on surrogate data, not on the published ones: {stand_ins}."] if stand_ins else ()))
-
-    def column(values: list[Any], kind: Any) -> Any:
-        return np.repeat(np.array(values, kind), [len(e) for _, _, e in parts])
-
-    return Results(
-        Episodes.concatenate([e for _, _, e in parts]) if parts else _no_episodes(),
-        column([key for key, _, _ in parts], np.str_),
-        column([job.label for _, job, _ in parts], np.str_),
-        column([job.seed for _, job, _ in parts], np.int64),
-        {key: job for key, job, _ in parts},
-        notes,
-    )
+    if stand_ins:
+        notes.append(f"Trained on surrogate data, not on the published ones: {stand_ins}.")
+    return Results.of(parts, tuple(notes))
 
 
-def _finished(root: Path) -> list[tuple[str, Path, Job]]:
-    """The finished folders with the keys they were given; of a run that was copied to two places, the newer one."""
+def _finished(root: Path, notes: list[str]) -> list[tuple[str, Path, Job]]:
+    """The finished folders with their keys, by task and method; of a run that was copied to two places, the newer."""
     newest: dict[str, tuple[float, Path, Job]] = {}
     for path in sorted(root.rglob(DONE)):
         facts, row = read_json(path), read_json(path.with_name(JOB))
-        if facts is None or row is None or "key" not in facts:
+        try:
+            key, time = str((facts or {})["key"]), float((facts or {}).get("time", 0.0))
+            job = Job.from_json(row or {})
+        except (KeyError, TypeError, ValueError, QptError):  # cut short while it was copied, or none of ours
+            notes.append(f"{path.parent} is left out: its {JOB} or {DONE} is not whole.")
             continue
-        entry = (float(facts.get("time", 0.0)), path.parent, Job.from_json(row))
-        if facts["key"] not in newest or entry[0] > newest[facts["key"]][0]:
-            newest[facts["key"]] = entry
-    return [(key, folder, job) for key, (_, folder, job) in newest.items()]
+        if key not in newest or time > newest[key][0]:
+            newest[key] = (time, path.parent, job)
+    found = [(key, folder, job) for key, (_, folder, job) in newest.items()]
+    return sorted(found, key=lambda run: (str(run[2].task), run[2].algorithm, run[2].label, run[0]))
+
+
+def _apart(runs: Sequence[tuple[str, Path, Job]]) -> list[tuple[str, Path, Job]]:
+    """Runs of one task and label but of different settings are different methods: their folder's name tells which."""
+
+    def variant(key: str) -> str:  # task / method / preset-hash [/ limit] / seed
+        return key.split("/")[2] if key.count("/") > 2 else key
+
+    found: dict[tuple[str | None, str], set[str]] = {}
+    for key, _, job in runs:
+        found.setdefault((job.task, job.label), set()).add(variant(key))
+    return [
+        (key, folder, replace(job, label=f"{job.label} · {variant(key)}"))
+        if len(found[job.task, job.label]) > 1
+        else (key, folder, job)
+        for key, folder, job in runs
+    ]
 
 
 def _no_episodes() -> Episodes:
@@ -122,12 +138,7 @@ def _no_episodes() -> Episodes:
 
 
 def summarize(results: Results, confidence: float = 0.95) -> list[dict[str, Any]]:
-    """One line for each task, variant, limit and rule.
-
-    Means are means of the training seeds' means, and their intervals come from drawing seeds, then episodes within
-    each. `within_limit` counts episodes, with Wilson's interval. `verdict` is safe (or unsafe) only when the whole
-    interval of the mean cost lies within (or above) the limit.
-    """
+    """One line for each task, variant, limit and rule, with the numbers of `qpt.experiments.scores`."""
     e = results.episodes
     keys = list(zip(e.task.tolist(), results.label.tolist(), e.cost_limit.tolist(), e.checkpoint.tolist(), strict=True))
     rows: dict[tuple[Any, ...], list[int]] = {}
@@ -141,24 +152,9 @@ def summarize(results: Results, confidence: float = 0.95) -> list[dict[str, Any]
 
 
 def _line(part: Results, key: tuple[Any, ...], confidence: float) -> dict[str, Any]:
-    e, limit = part.episodes, float(key[2])
+    e, seeds = part.episodes, part.train_seed
     line: dict[str, Any] = dict(zip(("task", "label", "cost_limit", "rule"), key, strict=True))
-    line |= {"algorithm": str(e.algorithm[0]), "seeds": len(np.unique(part.train_seed)), "episodes": len(e)}
-    scores = {
-        "return": e.returns,
-        "cost": e.costs,
-        "normalized_return": e.normalized_return,
-        "normalized_cost": e.normalized_cost,
-    }
-    for name, values in scores.items():
-        means = [values[part.train_seed == seed].mean() for seed in np.unique(part.train_seed)]
-        line[name] = float(np.mean(means))
-        line[f"{name}_interval"] = stats.bootstrap_mean_interval(values, confidence, groups=part.train_seed)
-    within = int((e.costs <= limit).sum())
-    line["within_limit"] = within / len(e)
-    line["within_limit_interval"] = stats.wilson_interval(within, len(e), confidence)
-    line["cost_cvar"] = stats.cvar(e.costs, 0.1)
+    line |= {"algorithm": str(e.algorithm[0]), "seeds": len(np.unique(seeds)), "episodes": len(e)}
+    line |= score(e.returns, e.costs, e.normalized_return, seeds, float(key[2]), confidence)
     line["fallback_share"] = math.nan if np.isnan(e.fallback_share).all() else float(np.nanmean(e.fallback_share))
-    low, high = line["cost_interval"]
-    line["verdict"] = "safe" if high <= limit else "unsafe" if low > limit else "unclear"
     return line

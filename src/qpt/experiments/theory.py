@@ -228,14 +228,12 @@ def bounds_figure(rows: list[Row]) -> Any:
         "H, coverage fixed": "H (the coverage stays)",
         "penalty": "weights α1 = α2 of the penalty",
     }
-    figure, first = plotting.new_figure(15, 6.2)
-    first.remove()
+    figure, panels = plotting.panels(2, len(labels), 15, 6.2)
     for column, (sweep, label) in enumerate(labels.items()):
         part = sorted((r for r in rows if r["sweep"] == sweep), key=lambda r: float(r["x"]))
         x = [float(r["x"]) for r in part]
         for line, signal in enumerate(SIGNALS):
-            axes = figure.add_subplot(2, len(labels), line * len(labels) + column + 1)
-            _style(axes)
+            axes = panels[line][column]
             for name, (text, colour, style) in LINES.items():
                 y = [float(r[f"{signal}_{name}"]) for r in part]
                 axes.plot(x, y, style, color=colour, markersize=3, linewidth=1.3, label=text)
@@ -264,13 +262,11 @@ def bounds_figure(rows: list[Row]) -> Any:
 
 def scatter_figure(rows: list[Row]) -> Any:
     """Every random problem as a point: its bound and its realised gap; above the diagonal the bound fails."""
-    figure, first = plotting.new_figure(10, 7.4)
-    first.remove()
-    panels = [("as printed", "bound"), ("with what the proof needs", "bound_repaired")]
+    figure, panels = plotting.panels(2, 2, 10, 7.4)
+    kinds = [("as printed", "bound"), ("with what the proof needs", "bound_repaired")]
     for line, signal in enumerate(SIGNALS):
-        for column, (sweep, bound) in enumerate(panels):
-            axes = figure.add_subplot(2, 2, 2 * line + column + 1)
-            _style(axes)
+        for column, (sweep, bound) in enumerate(kinds):
+            axes = panels[line][column]
             part = [r for r in rows if r["sweep"] == sweep]
             broken = violations(part, signal, bound)
             for some, colour in (([r for r in part if r not in broken], plotting.EPISODE), (broken, plotting.FRONTIER)):
@@ -288,13 +284,6 @@ def scatter_figure(rows: list[Row]) -> Any:
             axes.set_ylabel(f"realised {signal} gap" if column == 0 else "", color=plotting.INK)
     figure.suptitle("Random problems: the bound and what happens", x=0.01, ha="left", fontweight="bold")
     return figure
-
-
-def _style(axes: Any) -> None:
-    axes.grid(color=plotting.GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=plotting.INK, labelsize=8)
 
 
 # -- all of it ---------------------------------------------------------------------------------------------------------

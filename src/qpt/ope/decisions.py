@@ -24,7 +24,7 @@ def before(data: Trajectories) -> tuple[Sums, Sums]:
     ] - data.costs_to_go
 
 
-def decide(policy: Any, data: Trajectories, cost_limit: float, seed: int = 0, batch: int = 4096) -> Floats:
+def decide(policy: Any, data: Trajectories, cost_limit: float, seed: int = 0, batch: int = 256) -> Floats:
     """The policy's action at every logged step, [N, A]. Episodes have noise of their own, fixed by the seed."""
     seeds = np.random.default_rng([seed, 7]).integers(2**62, size=len(data))
     if isinstance(policy, Policy):

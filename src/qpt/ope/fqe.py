@@ -32,6 +32,7 @@ from qpt.ope.decisions import before
 Floats = npt.NDArray[np.float64]
 ACTIVATIONS = ("mish", "tanh", "relu")  # of members in turn
 SPANS = (1, 5, 20, 60)  # steps over which rewards and costs are summed, besides the rest of the episode
+KEEP = 2**29  # bytes of features that may be kept from one policy to the next
 Show = Callable[[str, int, int], None]  # what is done, how much of it, of how much
 
 
@@ -95,6 +96,7 @@ class Fits:
         self.outcomes = self._tensor(np.stack([data.rewards, data.costs], 1))  # [N, 2]
         self.bounds = self._bounds()
         self.blocks: dict[tuple[int, int], _Block] = {}
+        self.kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def _tensor(self, values: npt.NDArray[np.generic]) -> Tensor:
         kept = values.astype(np.float32) if values.dtype.kind == "f" else values.copy()
@@ -176,7 +178,7 @@ class Fits:
             groups.append((net.requires_grad_(False), members))
         return groups
 
-    def features(self, member: int, actions: Tensor, chunk: int = 65_536) -> Tensor:
+    def features(self, member: int, actions: Tensor, chunk: int = 4096) -> Tensor:
         """[N, D]: φ at every logged step with the given actions; the first column is 1."""
         kind = member % len(ACTIVATIONS)
         (net, members), (inputs, apart) = self.groups[kind], self.seen[kind]
@@ -235,15 +237,11 @@ class Fits:
 
     def values(self, actions: npt.NDArray[np.float32], show: Show | None = None) -> Floats:
         """Expected return and cost of an episode by each member, [E, 2], for a policy with these actions [N, A]."""
-        logged, chosen = self.actions(self.data.actions), self.actions(actions)
+        chosen = self.actions(actions)
         starts = torch.from_numpy(self.data.offsets[:-1].copy()).to(self.device)
         results = []
         for member in range(self.config.members):
-            here = self.features(member, logged)
-            mean, std = here.mean(0), here.std(0)
-            mean[0], std[0] = 0.0, 1.0
-            std = torch.where(std > 1e-4, std, 1.0)
-            here = (here - mean) / std
+            here, mean, std = self._logged(member)
             there = (self.features(member, chosen) - mean) / std
             weights = self._backward(member, here, there)
             drawn = self._tensor(self.counts[member].astype(np.float32))
@@ -252,6 +250,19 @@ class Fits:
             if show is not None:
                 show("fitting", member + 1, self.config.members)
         return torch.stack(results).double().cpu().numpy()
+
+    def _logged(self, member: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Features of the logged steps, standardised, with their mean and deviation; kept where memory allows."""
+        if member in self.kept:
+            return self.kept[member]
+        here = self.features(member, self.actions(self.data.actions))
+        mean, std = here.mean(0), here.std(0)
+        mean[0], std[0] = 0.0, 1.0
+        std = torch.where(std > 1e-4, std, 1.0)
+        found = (here - mean) / std, mean, std
+        if here.nelement() * here.element_size() * self.config.members < KEEP:
+            self.kept[member] = found
+        return found
 
     def _backward(self, member: int, here: Tensor, there: Tensor) -> Tensor:
         """The weights of the first stage, [D, 2]."""

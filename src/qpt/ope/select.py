@@ -113,7 +113,7 @@ def select(
     for number, option in enumerate(options):
         if show is not None:
             show(number, len(options), option.checkpoint)
-        policy = load_policy(option.checkpoint)
+        policy = load_policy(option.checkpoint, device=str(log.fits.device))
         own = policy.trained_limit if policy.limit_mode == "trained" else None
         given = limit if own is None else float(own)
         judgement = judge(policy, log, [given])

@@ -21,6 +21,8 @@ import numpy as np
 from qpt import __version__
 from qpt.episodes import provenance
 from qpt.errors import QptError
+from qpt.experiments.jobs import RULE_NAMES
+from qpt.experiments.texts import write_texts
 from qpt.report import tables
 from qpt.report.sources import Collected, Result, Run, collect
 from qpt.report.summary import Line, curves, lines, training_metrics
@@ -54,7 +56,7 @@ def write_report(
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise QptError(f"the report {out} cannot be written: {error.strerror}; choose another --out") from error
-    return [out, *(tables.write_tables(texts, Path(table_folder)) if table_folder is not None else [])]
+    return [out, *(write_texts(Path(table_folder), texts) if table_folder is not None else [])]
 
 
 def table_texts(made: Sequence[Line]) -> dict[str, str]:
@@ -130,14 +132,14 @@ def _warning(collected: Collected) -> str:
     return "".join(f'<p class="note">{html.escape(note)}</p>' for note in notes)
 
 
-def _flat_parts(tables_: Iterable[tuple[str, Mapping[str, Any]]]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Provenance of each part of tables that were put together."""
-    return [
-        (name, part)
-        for name, whole in tables_
-        for part in (whole["parts"] if isinstance(whole.get("parts"), list) else [whole])
-        if isinstance(part, Mapping)
-    ]
+def _flat_parts(tables_: Iterable[tuple[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Provenance of each part of tables that were put together, maybe more than once."""
+    found: list[tuple[str, Mapping[str, Any]]] = []
+    for name, whole in tables_:
+        if isinstance(whole, Mapping):
+            parts = whole.get("parts")
+            found += _flat_parts((name, part) for part in parts) if isinstance(parts, list) else [(name, whole)]
+    return found
 
 
 def _runs(runs: Sequence[Run]) -> str:
@@ -244,11 +246,11 @@ def _payload(collected: Collected, made: Sequence[Line]) -> dict[str, Any]:
     calibrations = [
         {"task": r.task, "method": methods.index(r.method), **r.calibration} for r in collected.runs if r.calibration
     ]
-    rules = [rule for rule in tables.RULE_NAMES if any(line.selection == rule for line in made)]
+    rules = [rule for rule in RULE_NAMES if any(line.selection == rule for line in made)]
     return {
         "methods": methods,
         "tasks": tasks,
-        "rules": {rule: tables.RULE_NAMES[rule] for rule in rules},
+        "rules": {rule: RULE_NAMES[rule] for rule in rules},
         "lines": shown,
         "curves": by_index[0],
         "metrics": by_index[1],

@@ -119,10 +119,12 @@ class _Place:
     def time(self) -> float:
         return float(self.done.get("time") or 0.0)
 
-    @property
+    @cached_property
     def config(self) -> dict[str, Any]:
-        found = self.facts.get("config")
-        return {k: v for k, v in found.items() if k != "cost_limit"} if isinstance(found, dict) else {}
+        """What sets runs of one method apart: its settings and its data."""
+        config, data = (self.facts.get(name) or {} for name in ("config", "data"))
+        source = Path(str(data.get("source") or "")).name  # the folder is another on every machine
+        return {k: v for k, v in config.items() if k != "cost_limit"} | {"data": source}
 
 
 # -- from paths to everything ------------------------------------------------------------------------------------------
@@ -165,9 +167,8 @@ def collect(paths: Sequence[str | Path], data: Mapping[str, str] | None = None) 
             (job or known.get(_run_of(checkpoint), (_run_name(checkpoint, table), "")))
             for checkpoint, job in zip(episodes.checkpoint.tolist(), _jobs(table, len(episodes)), strict=True)
         ]
-        for owner in dict.fromkeys(owners):
-            part = episodes.select(np.array([o == owner for o in owners]))
-            results += _from_table(part, run=owner[0], method=label or owner[1])
+        for owner, rows in _places(owners).items():
+            results += _from_table(episodes.select(rows), run=owner[0], method=label or owner[1])
     if not results and not any(run.metrics for run in runs):
         raise QptError(f"there are no results yet in {', '.join(map(str, paths))}; train or evaluate first")
     collected = Collected(_without_doubles(results), runs, provenance)
@@ -183,7 +184,7 @@ def _named(text: str | Path) -> tuple[Path, str]:
 
 
 def _walk(root: Path, label: str) -> list[_Place]:
-    """The runs at or below a folder; of one that was copied to two places, the newer."""
+    """The runs at or below a folder, by task and method; of one that was copied to two places, the newer."""
     places: list[_Place] = []
     waiting = [root]
     while waiting:
@@ -194,6 +195,7 @@ def _walk(root: Path, label: str) -> list[_Place]:
             waiting[:0] = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
     newest = {place.key: place for place in sorted(places, key=lambda place: place.time)}
     places = [place for place in places if newest[place.key] is place]
+    places.sort(key=lambda place: (*(str(place.facts.get(k)) for k in ("task", "algorithm")), place.name))
     if not places:
         raise QptError(f"there is no run in {root}; name a folder of `qpt train` or `qpt bench`, or tables of episodes")
     return places
@@ -265,9 +267,9 @@ def _calibration(path: Path) -> Mapping[str, list[float]] | None:
 
 def _from_table(episodes: Episodes, *, run: str, method: str) -> Iterable[Result]:
     selections = np.array([_selection(text) for text in episodes.checkpoint.tolist()])
-    keys = list(zip(episodes.task, episodes.algorithm, selections, episodes.cost_limit, strict=True))
-    for key in dict.fromkeys(keys):
-        part = episodes.select(np.array([k == key for k in keys]))
+    names = (episodes.task, episodes.algorithm, selections, episodes.cost_limit)
+    for key, rows in _places(list(zip(*(column.tolist() for column in names), strict=True))).items():
+        part = episodes.select(rows)
         yield Result(
             task=str(key[0]),
             method=method or str(key[1]),
@@ -280,6 +282,14 @@ def _from_table(episodes: Episodes, *, run: str, method: str) -> Iterable[Result
             fallback=float(part.fallback_share.mean()),
             whole=True,
         )
+
+
+def _places(keys: Sequence[Any]) -> dict[Any, list[int]]:
+    """Where each key stands; in one pass, for tables of large benches."""
+    found: dict[Any, list[int]] = {}
+    for i, key in enumerate(keys):
+        found.setdefault(key, []).append(i)
+    return found
 
 
 def _jobs(table: Path, rows: int) -> list[tuple[str, str] | None]:

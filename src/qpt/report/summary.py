@@ -9,14 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from qpt import stats
+from qpt.experiments.scores import score
 from qpt.report.sources import Result, Run
-from qpt.tasks import Task
-
-Interval = tuple[float, float]
-NONE: Interval = (math.nan, math.nan)
-SAMPLES = 2_000  # bootstrap draws, enough for the digits that are shown; a benchmark has thousands of lines
-FEWEST = 3  # values below which an interval would say nothing
+from qpt.stats import Interval
 
 
 @dataclass(frozen=True)
@@ -55,59 +50,30 @@ def lines(results: Sequence[Result], confidence: float = 0.95) -> list[Line]:
 
 
 def _line(key: tuple[str, float, str, str], parts: Sequence[Result], confidence: float) -> Line:
-    task, limit, selection, method = key
     parts = [p for p in parts if p.whole] or parts  # means of training do not mix with episodes
-    costs = np.concatenate([p.costs for p in parts])
+    columns = ("returns", "costs", "normalized_returns")
+    returns, costs, normalized = (np.concatenate([getattr(p, name) for p in parts]) for name in columns)
+    runs = np.repeat([p.run for p in parts], [len(p.costs) for p in parts])
+    found = score(returns, costs, normalized, runs, key[1], confidence)
     whole = parts[0].whole
-    groups = np.repeat([p.run for p in parts], [len(p.costs) for p in parts])
-
-    def mean(values: Any) -> tuple[float, Interval]:
-        """The mean of the runs' means, and its interval over runs and episodes."""
-        each = [float(values[groups == run].mean()) for run in np.unique(groups)]
-        if len(values) < FEWEST or np.isnan(values).any():
-            return float(np.mean(each)), NONE
-        nested = groups if len(each) > 1 and whole else None
-        return float(np.mean(each)), stats.bootstrap_mean_interval(values, confidence, nested, samples=SAMPLES)
-
-    returns, scores = (np.concatenate([getattr(p, k) for p in parts]) for k in ("returns", "normalized_returns"))
-    value, value_interval = mean(returns)
-    normalized = float(np.mean([scores[groups == run].mean() for run in np.unique(groups)]))
-    cost, cost_interval = mean(costs)
-    inside = int((costs <= limit).sum())
-    low, high = cost_interval
-    verdict = "" if math.isnan(low) else "safe" if high <= limit else "unsafe" if low > limit else "unclear"
     return Line(
-        task,
-        limit,
-        selection,
-        method,
-        runs=len(np.unique(groups)),
+        *key,
+        runs=len(np.unique(runs)),
         episodes=len(costs) if whole else 0,
-        mean_return=value,
-        return_interval=value_interval,
-        normalized_return=normalized,
-        normalized_return_interval=_rescaled(value_interval, returns, scores),
-        cost=cost,
-        cost_interval=cost_interval,
-        normalized_cost=Task(task or "-").normalized_cost(cost, limit),
-        within=inside / len(costs) if whole else math.nan,
-        within_interval=stats.wilson_interval(inside, len(costs), confidence) if whole else NONE,
-        cost_cvar=stats.cvar(costs, 0.1) if whole else math.nan,
+        mean_return=found["return"],
+        return_interval=found["return_interval"],
+        normalized_return=found["normalized_return"],
+        normalized_return_interval=found["normalized_return_interval"],
+        cost=found["cost"],
+        cost_interval=found["cost_interval"],
+        normalized_cost=found["normalized_cost"],
+        within=found["within_limit"] if whole else math.nan,
+        within_interval=found["within_limit_interval"] if whole else (math.nan, math.nan),
+        cost_cvar=found["cost_cvar"] if whole else math.nan,
         fallback=float(np.mean([p.fallback for p in parts])),
-        verdict=verdict,
-        safe=cost <= limit,
+        verdict=found["verdict"],
+        safe=found["cost"] <= key[1],
     )
-
-
-def _rescaled(interval: Interval, returns: Any, scores: Any) -> Interval:
-    """The interval of the normalised return, which is a straight line of the return: no second bootstrap."""
-    low, high = int(np.argmin(returns)), int(np.argmax(returns))
-    width = returns[high] - returns[low]
-    if math.isnan(interval[0]) or width <= 0:
-        return (float(scores[low]),) * 2 if width == 0 and not math.isnan(interval[0]) else NONE
-    slope = (scores[high] - scores[low]) / width
-    first, last = (float(scores[low] + slope * (end - returns[low])) for end in interval)
-    return first, last
 
 
 def _mark_best(found: Sequence[Line]) -> list[Line]:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import html
-import io
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from qpt.errors import QptError
-from qpt.experiments.jobs import LAST, ORACLE, RULES, SELECTED
+from qpt.experiments.jobs import RULE_NAMES, RULES
+from qpt.experiments.texts import csv_table, latex, markdown
 from qpt.report.summary import Line, shown
 
-RULE_NAMES = {LAST: "last checkpoint", ORACLE: "best, oracle", SELECTED: "best, held out"}
 COLUMNS = ("return", "cost", "P(cost ≤ limit)", "normalised return")
 LEGEND = (
     "Bold: mean cost within the limit; blue: the highest return among those; grey: mean cost above the limit. "
@@ -159,8 +154,8 @@ def to_markdown(made: Sequence[Block]) -> str:
     parts = [f"{LEGEND} (here ★ stands for blue and italics for grey).\n"]
     for block in made:
         many = len(block.rules) > 1
-        names = [f"{c} ({RULE_NAMES[r]})" if many else c for r in block.rules for c in COLUMNS]
-        parts.append(f"\n### {_markdown(block.task)}, cost limit {block.cost_limit:g}\n")
+        names = [f"{c}, {r}" if many else c for r in block.rules for c in COLUMNS]
+        parts.append(f"\n### {markdown(block.task)}, cost limit {block.cost_limit:g}\n")
         parts.append(f"| method | {' | '.join(names)} |\n|---|{'---:|' * len(names)}")
         for method, by_rule in block.rows:
             cells = []
@@ -168,21 +163,21 @@ def to_markdown(made: Sequence[Block]) -> str:
                 style = {"best": "**{}** ★", "safe": "**{}**", "unsafe": "_{}_"}.get(mark(by_rule.get(rule)), "{}")
                 for number, interval in _cells(by_rule.get(rule)):
                     cells.append(f"{style.format(number) if number != '–' else number} {interval}".strip())
-            parts.append(f"| {_markdown(method)} | {' | '.join(cells)} |")
+            parts.append(f"| {markdown(method)} | {' | '.join(cells)} |")
     return "\n".join(parts) + "\n"
 
 
 def to_latex(made: Sequence[Block]) -> str:
     """One tabular for each task and limit; needs the package xcolor."""
-    parts = [f"% {_latex(LEGEND)}.", r"% \usepackage{xcolor}"]
+    parts = [f"% {latex(LEGEND)}.", r"% \usepackage{xcolor}"]
     styles = {"best": r"\textcolor{blue}{\textbf{%s}}", "safe": r"\textbf{%s}", "unsafe": r"\textcolor{gray}{%s}"}
     for block in made:
         width = len(COLUMNS) * len(block.rules)
-        groups = " & ".join(rf"\multicolumn{{{len(COLUMNS)}}}{{c}}{{{_latex(RULE_NAMES[r])}}}" for r in block.rules)
-        names = " & ".join(_latex(c) for c in COLUMNS * len(block.rules))
-        parts.append(f"\n% {_latex(block.task)}, cost limit {block.cost_limit:g}")
+        groups = " & ".join(rf"\multicolumn{{{len(COLUMNS)}}}{{c}}{{{latex(RULE_NAMES[r])}}}" for r in block.rules)
+        names = " & ".join(latex(c) for c in COLUMNS * len(block.rules))
+        parts.append(f"\n% {latex(block.task)}, cost limit {block.cost_limit:g}")
         parts.append(rf"\begin{{tabular}}{{l{'r' * width}}}" + "\n" + r"\hline")
-        parts.append(rf"{_latex(block.task)}, $\kappa={block.cost_limit:g}$ & {groups} \\")
+        parts.append(rf"{latex(block.task)}, $\kappa={block.cost_limit:g}$ & {groups} \\")
         parts.append(rf"method & {names} \\ \hline")
         for method, by_rule in block.rows:
             cells = []
@@ -190,20 +185,15 @@ def to_latex(made: Sequence[Block]) -> str:
                 style = styles.get(mark(by_rule.get(rule)), "%s")
                 for number, interval in _cells(by_rule.get(rule)):
                     small = rf" {{\scriptsize {interval}}}" if interval else ""
-                    cells.append(style % _latex(number) + small)
-            parts.append(rf"{_latex(method)} & {' & '.join(cells)} \\")
+                    cells.append(style % latex(number) + small)
+            parts.append(rf"{latex(method)} & {' & '.join(cells)} \\")
         parts.append(r"\hline" + "\n" + r"\end{tabular}")
     return "\n".join(parts) + "\n"
 
 
 def to_csv(lines: Sequence[Line]) -> str:
     """Every number of every line."""
-    text = io.StringIO()
-    rows = [_flat(line) for line in lines]
-    writer = csv.DictWriter(text, list(rows[0]) if rows else ["task"], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    return csv_table([_flat(line) for line in lines])
 
 
 def _flat(line: Line) -> dict[str, object]:
@@ -212,35 +202,6 @@ def _flat(line: Line) -> dict[str, object]:
         if isinstance(value, tuple):
             stem = name.removesuffix("_interval")
             row[f"{stem}_low"], row[f"{stem}_high"] = value
-        else:  # a spreadsheet must not take a name for a formula
-            row[name] = f"'{value}" if isinstance(value, str) and re.match(r"[=+\-@\t\r]", value) else value
+        else:
+            row[name] = value
     return row
-
-
-def _markdown(text: str) -> str:
-    return re.sub(r"([\\`*_\[\]<>|#&~])", r"\\\1", " ".join(text.split()))
-
-
-def _latex(text: str) -> str:
-    special = {c: f"\\{c}" for c in "&%$#_{}"} | {
-        "\\": r"\textbackslash{}",
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        "<": r"\textless{}",
-        ">": r"\textgreater{}",
-        "≤": r"$\leq$",
-        "–": "--",
-        "·": r"$\cdot$",
-    }
-    return "".join(special.get(c, c) for c in " ".join(text.split()))
-
-
-def write_tables(texts: Mapping[str, str], folder: Path) -> list[Path]:
-    """headline.md, headline.csv and headline.tex in a folder."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise QptError(f"the tables cannot be written to {folder}: {error.strerror}; choose another folder") from error
-    return [folder / name for name in texts]
