@@ -107,23 +107,26 @@ class Episodes:
         `more` are further columns, which `load` passes over.
         """
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix not in (".csv", ".parquet"):
+            raise QptError(f"a table is saved as .csv or .parquet, not as {path.name!r}; change the ending")
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         columns = self.columns() | dict(more or {})
         provenance = json.dumps(self.provenance, indent=1, default=str)
-        if path.suffix == ".parquet":
-            arrow, parquet = require("pyarrow", "parquet"), require("pyarrow.parquet", "parquet")
-            table = arrow.table(columns).replace_schema_metadata({"qpt": provenance})
-            parquet.write_table(table, temporary)
-        elif path.suffix == ".csv":
-            with temporary.open("w", newline="", encoding="utf-8") as file:
-                writer = csv.writer(file)
-                writer.writerow(columns)
-                writer.writerows(zip(*columns.values(), strict=True))
-            path.with_name(f"{path.name}.json").write_text(provenance + "\n", encoding="utf-8")
-        else:
-            raise QptError(f"a table is saved as .csv or .parquet, not as {path.name!r}; change the ending")
-        temporary.replace(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.suffix == ".parquet":
+                arrow, parquet = require("pyarrow", "parquet"), require("pyarrow.parquet", "parquet")
+                table = arrow.table(columns).replace_schema_metadata({"qpt": provenance})
+                parquet.write_table(table, temporary)
+            else:
+                with temporary.open("w", newline="", encoding="utf-8") as file:
+                    writer = csv.writer(file)
+                    writer.writerow(columns)
+                    writer.writerows(zip(*columns.values(), strict=True))
+                path.with_name(f"{path.name}.json").write_text(provenance + "\n", encoding="utf-8")
+            temporary.replace(path)
+        except OSError as error:
+            raise QptError(f"the table {path} cannot be written: {error.strerror}; choose another place") from error
         return path
 
     @classmethod

@@ -32,6 +32,7 @@ from qpt.errors import QptError, require
 from qpt.experiments.bench import Bench
 from qpt.experiments.jobs import LAST, grid
 from qpt.experiments.results import Results, collect_results, summarize
+from qpt.experiments.texts import write_texts
 
 
 def bench_command(
@@ -103,21 +104,26 @@ def bench_command(
 
 def _finish(bench: Bench, out: Path, table: Path) -> int:
     if len(bench.results):
-        collect_results(out).save(table)  # of everything that lies there
         lines, page = summarize(bench.results), console()
-        text = json.dumps([{k: _plain(v) for k, v in line.items()} for line in lines], indent=1, allow_nan=False)
-        (out / "summary.json").write_text(text + "\n", encoding="utf-8")
         page.print(summary_table(lines))
-        for note in (*_explanations(bench.results), *bench.results.notes, f"wrote {table} and {out / 'summary.json'}"):
+        for note in (*_explanations(bench.results), *bench.results.notes):
             page.print(note, highlight=False, markup=False)
+        collect_results(out).save(table)  # of everything that lies there
+        write_texts(out, {"summary.json": _json(lines)})
+        page.print(f"wrote {table} and {out / 'summary.json'}", highlight=False, markup=False)
     return tell(bench)
 
 
-def _plain(value: Any) -> Any:
-    """JSON knows no NaN."""
-    if isinstance(value, tuple):
-        return [_plain(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _json(lines: Sequence[dict[str, Any]]) -> str:
+    """JSON knows no NaN: it becomes null."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return [plain(v) for v in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    rows = [{name: plain(value) for name, value in line.items()} for line in lines]
+    return json.dumps(rows, indent=1, allow_nan=False) + "\n"
 
 
 def summary_table(lines: Sequence[dict[str, Any]]) -> Table:

@@ -271,7 +271,7 @@ def _episodes(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def _json(value: Any) -> str:
-    """JSON that may stand inside of a page: no `<`, no NaN, eight digits."""
+    """JSON that may stand inside of a page: no `<`, no NaN, ten digits."""
     text = json.dumps(_short(value), allow_nan=False, ensure_ascii=True, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -282,7 +282,7 @@ def _short(value: Any) -> Any:
     if isinstance(value, (list, tuple, np.ndarray)):
         return [_short(v) for v in value]
     if isinstance(value, (float, np.floating)):
-        return float(f"{value:.8g}") if math.isfinite(value) else None
+        return float(f"{value:.10g}") if math.isfinite(value) else None
     return int(value) if isinstance(value, np.integer) else value
 
 

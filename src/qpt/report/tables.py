@@ -84,7 +84,7 @@ def to_html(block: Block) -> str:
     top = f"<tr><td></td>{groups}</tr>" if several else ""
     said = f"{block.task}, cost limit {block.cost_limit:g}" + ("" if several else f", {RULE_NAMES[block.rules[0]]}")
     head = f'<thead>{top}<tr><th scope="col">method</th>{names}</tr></thead>'
-    attributes = f'data-task="{e(block.task)}" data-limit="{block.cost_limit:.8g}"'
+    attributes = f'data-task="{e(block.task)}" data-limit="{block.cost_limit:.10g}"'
     return _framed(attributes, said, f"{head}<tbody>{''.join(rows)}</tbody>")
 
 
@@ -133,7 +133,7 @@ def matrix_html(lines: Sequence[Line], cost_limit: float, rule: str) -> str:
     )
     average = f'<tr class="average"><th scope="row">average</th>{averages}</tr>'
     head = f'<thead><tr><th scope="col">task</th>{names}</tr></thead>'
-    attributes = f'data-limit="{cost_limit:.8g}" data-rule="{e(rule)}"'
+    attributes = f'data-limit="{cost_limit:.10g}" data-rule="{e(rule)}"'
     return _framed(attributes, said, f"{head}<tbody>{''.join(rows)}{average}</tbody>")
 
 
