@@ -248,7 +248,7 @@ def draw(result: dict[str, Any], task: str, out: Path) -> None:
             axes.set_title(
                 f"{name}: rank correlation {r['spearman']:.2f} {ends_}"
                 if what == "rank"
-                else f"{name}: {r['coverage_allowing_for_episodes']:.0%} within 95 % intervals",
+                else f"{name}: {r['coverage']:.0%} of 95 % intervals hold the mean of the episodes",
                 fontsize=10, loc="left",
             )  # fmt: skip
         title = f"{task}: {result['policies']} policies judged on held-out logs, and run in the simulator"
@@ -288,7 +288,7 @@ def main() -> None:
     if stage in ("all", "report"):
         judged = _read(work / "judged.json")
         result = report(_read(work / "simulated.json"), judged)
-        result |= {"task": arguments.task, "held_out_episodes": len(held_out), "seconds": judged["seconds"]}
+        result |= {"task": arguments.task, "held_out_episodes": len(held_out)}
         result["made_with"] = judged["made_with"]
         out = arguments.out or work
         _write(out / "results.json", result)
