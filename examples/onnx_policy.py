@@ -64,6 +64,8 @@ def plant(state, action):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit(__doc__)
     episode = Episode(sys.argv[1], cost_limit=float(sys.argv[2]))
     steps, state = min(40, episode.facts["horizon"]), np.zeros(episode.facts["observation_dim"])
     for step in range(steps):

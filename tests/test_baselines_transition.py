@@ -284,7 +284,7 @@ def test_cpq_losses_against_loops(variant: Any) -> None:
     assert cpq.reward_loss(batch, noise)[0].item() == pytest.approx(reward_loss)
     loss, got, _ = cpq.cost_loss(batch, more, draws)
     assert got.item() == pytest.approx(pushed)
-    assert loss.item() == pytest.approx(cost_loss - math.exp(0.3) * (pushed - 1.5 * limit))
+    assert loss.item() == pytest.approx(cost_loss - math.exp(0.3) * (pushed - 1.5 * limit * (0.25 if correct else 1)))
     loss, share = cpq.actor_loss(cpq.standardize(batch.observations), noise)
     assert loss.item() == pytest.approx(actor_loss)
     assert share.item() == pytest.approx(np.mean(feasible))
@@ -314,7 +314,7 @@ def test_cpq_infeasible_actor_learns_only_in_the_correct_variant() -> None:
 def test_cpq_alpha_follows_its_rule() -> None:
     cpq = cpq_of("correct")
     metrics = cpq.update(batch_of(16))
-    wanted = 1e-4 * (1.5 * cpq.threshold - metrics["critic/unlikely_cost"].item())
+    wanted = 1e-4 * (0.25 * 1.5 * cpq.threshold - metrics["critic/unlikely_cost"].item())
     assert cpq.log_alpha.item() == pytest.approx(wanted, rel=1e-6)
 
 

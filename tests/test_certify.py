@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
@@ -449,6 +450,23 @@ def test_a_calibration_is_stored_with_the_policy(
         store(replace(again, internal_limit=None), trained)
 
 
+def test_an_exported_policy_keeps_its_calibration_and_can_be_certified(trained: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    from qpt.export import export_policy
+    from qpt.runtime import OnnxPolicy
+
+    folder = tmp_path / "copy"
+    shutil.copytree(resolve(trained), folder)
+    (folder / "calibration.json").unlink(missing_ok=True)
+    store(calibrate_limit(load_policy(folder), "CertifyToy", 72.0, grid=[6.0], episodes=60, workers=0), folder)
+    graph = export_policy(folder, tmp_path / "p.onnx").graph
+    done = certify(OnnxPolicy(graph, calibrated=True), "CertifyToy", 72.0, risk=0.2, workers=0)
+    assert (done.verdict, done.limit, done.internal_limit) == ("accepted", 72.0, 6.0)
+    assert done.sha256 == {"p.onnx": hashlib.sha256(graph.read_bytes()).hexdigest()}
+    plain = certify(load_policy(folder), "CertifyToy", 6.0, risk=0.2, workers=0, max_episodes=20)
+    assert list(done.costs)[:20] == list(plain.costs)  # the stated limit is mapped, the episodes are the same
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -489,9 +507,26 @@ def test_a_policy_trained_for_one_limit_can_be_certified_for_another() -> None:
 def test_usage_errors_of_the_command(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert qpt_certify(trained, "--limit", "5", "--risk", "2") == 1
     assert "the risk is a probability" in capsys.readouterr().err
+    for name, value, message in (
+        ("--seed", "-1", "a seed is a whole"),
+        ("--max-episodes", "0", "at least one episode"),
+    ):
+        assert qpt_certify(trained, "--limit", "5", name, value) == 1
+        told = capsys.readouterr()
+        assert message in told.err
+        assert told.out == ""
+    assert qpt_certify(trained, "--limit", "5", "--calibrate", "--grid", "nan") == 1
+    assert "between 0 and the stated limit" in capsys.readouterr().err
     assert qpt_certify(trained, "--limit", "5", "--calibrate", "--apply-calibration") == 1
     assert "give one of the two" in capsys.readouterr().err
     assert qpt_certify(trained, "--limit", "5", "--out", str(tmp_path)) == 1
     assert "cannot be written" in capsys.readouterr().err
+    copy = tmp_path / "copy"
+    shutil.copytree(resolve(trained), copy)
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["spec"]["task"] = None
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    assert qpt_certify(copy, "--limit", "5") == 1
+    assert "names no task; give one with --task" in capsys.readouterr().err
     assert qpt_certify(tmp_path, "--limit", "5") == 1
     assert "neither a checkpoint nor a run" in capsys.readouterr().err

@@ -28,6 +28,7 @@ from qpt.episodes import Episodes
 from qpt.errors import QptError
 from qpt.modelcard import Evidence, _judged, find_evidence, train_command
 from qpt.nets import noise
+from qpt.ope import judge
 from qpt.policy import load_policy
 from qpt.training import TrainConfig, train
 
@@ -155,9 +156,13 @@ def test_the_parity_check_notices_other_weights(exported: tuple[Path, Export]) -
     with torch.no_grad():
         policy.method.state_dict()["head.bias"].add_(1e-3)
     assert parity(policy, graph)[0] > 1e-4
+    own = graph.decide
+    graph.decide = lambda context: {k: x * np.nan for k, x in own(context).items()}  # type: ignore[method-assign]
+    assert np.isnan(parity(policy, graph)[0])  # of a graph
     with torch.no_grad():
         policy.method.state_dict()["head.bias"].fill_(float("nan"))
-    assert np.isnan(parity(policy, graph)[0])
+    with pytest.raises(QptError, match=r"not finite, so nothing was written; export an earlier checkpoint"):
+        parity(policy, graph)
 
 
 def test_numpy_draws_the_numbers_of_pytorch() -> None:
@@ -292,11 +297,12 @@ def judged_run(exported: tuple[Path, Export], tmp_path: Path) -> Path:
         (run / f"{file}.json").write_text(
             json.dumps(text | numbers | origin | {"sha256": {"model.safetensors": sha256}})
         )
-    for file, name, limit in (("judge", folder.name, 11.0), ("judge of others", "step-000000031", 88.0)):
+    for file, sha256, limit in (("judge", digest, 11.0), ("judge of others", "0" * 64, 88.0)):
         numbers = {"expected_return": 2.0, "return_interval": [1.0, 3.0], "expected_cost": 4.0, "cost_interval": [0, 8]}
         part = {"cost_limit": limit, "outside": 0.25, "warning": "far from the log", **numbers}
-        row = {"checkpoint": f"runs/a/checkpoints/{name}", "confidence": 0.9, "episodes": 17, "limits": [part]}
-        (run / f"{file}.json").write_text(json.dumps(row))
+        row = {"checkpoint": str(folder), "confidence": 0.9, "episodes": 17, "limits": [part]}
+        origin = {"sha256": {"model.safetensors": sha256}, "provenance": {"command": ["qpt", "judge", file]}}
+        (run / f"{file}.json").write_text(json.dumps(row | origin))
     calibration = {"task": "T", "limit": 12.0, "internal_limit": 10.5, "risk": 0.05, "confidence": 0.95, "episodes": 60}
     text = {"format": 1, "model_sha256": digest, "calibrations": [calibration]}
     (folder / "calibration.json").write_text(json.dumps(text))
@@ -321,6 +327,8 @@ def test_the_card_shows_what_lies_beside_the_run_and_is_about_this_policy(judged
     assert sum(row.startswith("| 10 | 4 | 2.5 [") for row in rows) == 1
     assert "Limits that it broke** when it was measured: P(episode cost > 10) <= 0.05 was rejected." in card
     assert "\nqpt certify --limit 10\n" in card
+    assert "\nqpt judge judge\n" in card
+    assert "These are the episodes it was trained on" not in card
     assert "/some/where" not in card
     for stranger in ("99", "88"):
         assert f"> {stranger})" not in card
@@ -329,6 +337,41 @@ def test_the_card_shows_what_lies_beside_the_run_and_is_about_this_policy(judged
     kept = {"task": "T", "limit": 12.0, "internal_limit": 10.5, "risk": 0.05, "confidence": 0.95}
     assert json.loads(done.side.read_text(encoding="utf-8"))["calibrations"] == [kept]
     OnnxPolicy(done.graph).reset(1, cost_limits=3.0)
+
+
+def test_the_card_says_when_a_judgement_is_of_the_training_data(judged_run: Path) -> None:
+    (folder,) = (judged_run / "checkpoints").iterdir()
+    row = json.loads((judged_run / "judge.json").read_text(encoding="utf-8"))
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    (judged_run / "judge.json").write_text(json.dumps(row | {"fingerprint": manifest["data"]["fingerprint"]}))
+    assert "**These are the episodes it was trained on**" in "\n".join(_judged(manifest, find_evidence(folder), {}))
+
+
+def test_calibrated_limits_are_applied_when_asked_for(exported: tuple[Path, Export], tmp_path: Path) -> None:
+    shutil.copy(exported[1].graph, tmp_path / "policy.onnx")
+    calibration = {"task": "T", "limit": 12.0, "internal_limit": 10.5}
+    graph = damage(exported[1].side.read_text(encoding="utf-8"), tmp_path / "policy.json", calibrations=[calibration])
+    plain, policy = OnnxPolicy(graph), OnnxPolicy(graph, calibrated="T")
+    policy.reset(2, cost_limits=12.0, seeds=[0, 1])
+    plain.reset(2, cost_limits=10.5, seeds=[0, 1])
+    seen = np.random.default_rng(0).normal(size=(2, policy.observation_dim))
+    assert policy.cost_limits.tolist() == [10.5, 10.5]
+    assert policy.return_targets.tolist() == plain.return_targets.tolist()
+    np.testing.assert_array_equal(policy.act(seen), plain.act(seen))
+    policy.restart([1])  # keeps its limit
+    assert policy.cost_limits.tolist() == [10.5, 10.5]
+    assert (policy.internal_limit(12.0), plain.internal_limit(12.0)) == (10.5, 12.0)
+    with pytest.raises(QptError, match=r"not calibrated for a limit of 11 \(it is for 12\)"):
+        policy.set_cost_limit(11.0, [0])
+    with pytest.raises(QptError, match=r"has no calibrated limit for the task .* \(it has them for T\)"):
+        OnnxPolicy(graph, calibrated=True)  # for the policy's own task, there is none
+
+
+def test_an_exported_policy_can_be_judged(exported: tuple[Path, Export]) -> None:
+    graph = exported[1].graph
+    found = judge(OnnxPolicy(graph), tiny_data(), [6.0], members=2, width=8, steps=2, batch=8)
+    assert found.sha256 == {graph.name: hashlib.sha256(graph.read_bytes()).hexdigest()}
+    assert (found.checkpoint, found.algorithm) == (str(graph), "qpt")
 
 
 def test_a_bench_names_its_checkpoints_by_rule(judged_run: Path) -> None:
@@ -433,6 +476,8 @@ def test_damaged_exports_get_a_sentence(exported: tuple[Path, Export], tmp_path:
         {"context": "x"},
         {"context": 3},
         {"action_dim": 0},
+        {"calibrations": [{"task": "T", "limit": 3.0}]},
+        {"calibrations": [{"task": "T", "limit": 3.0, "internal_limit": 4.0}]},
         {"noise": "x"},
         {"noise": [{"size": 5, "stream": 0, "uniform": False, "each_step": True}]},
         {"return_targets": {"costs": [1.0], "returns": [], "between": "previous", "factor": 1.0}},

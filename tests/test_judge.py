@@ -14,8 +14,10 @@ from tests.helpers import tiny_data
 
 from qpt import QptError
 from qpt.algorithms.base import Spec, algorithm_classes
+from qpt.certify import CalibratedPolicy
+from qpt.checkpoint import resolve
 from qpt.cli import main
-from qpt.data import write
+from qpt.data import load_dataset, write
 from qpt.data.trajectories import Trajectories
 from qpt.envs.toy import OraclePolicy, Toy, stitching, tradeoff
 from qpt.evaluation import CallablePolicy, ConstantPolicy
@@ -60,6 +62,14 @@ def test_windows_give_what_asking_step_by_step_gives(name: str, settings: dict[s
             place = min(i - data.offsets[e], policy.method.context - 1)
             policy._actions[0, place] = torch.from_numpy(data.actions[i].copy())  # the logged history
             policy.observe(data.rewards[i : i + 1], data.costs[i : i + 1])
+
+
+def test_a_calibrated_policy_is_asked_at_its_internal_limit() -> None:
+    data = tiny_data(episodes=3, length=6)
+    policy = small_policy("cdt", data, context=3, width=16, layers=1, heads=2)
+    found = decide(CalibratedPolicy(policy, {8.0: 2.0}), data, 8.0)
+    np.testing.assert_array_equal(found, decide(policy, data, 2.0))
+    assert not np.array_equal(found, decide(policy, data, 8.0))
 
 
 def test_other_policies_are_told_what_was_logged() -> None:
@@ -218,11 +228,13 @@ def exact_values(toy: Toy, policy: Any, limit: float) -> tuple[float, float]:
     return float(total[0]), float(total[1])
 
 
-def inside(make: Any, number: int, **settings: Any) -> list[tuple[bool, bool]]:
-    """Whether the intervals of some policies hold the exact values, on one data set of one toy."""
+def inside(make: Any, number: int, **settings: Any) -> tuple[list[Any], list[Any]]:
+    """Whether the intervals of some policies hold the exact values, on one data set of one toy; and how wide they are,
+    as shares of the log's ranges."""
     toy = make(number % 5)
     log = Log(toy.dataset(120, number), seed=number, **settings)
-    found = []
+    ranges = np.ptp(log.data.returns), np.ptp(log.data.episode_costs)
+    found, widths = [], []
     for policy, limit in (
         (OraclePolicy(toy), toy.cost_limits[0]),
         (OraclePolicy(toy), toy.cost_limits[1]),
@@ -231,15 +243,19 @@ def inside(make: Any, number: int, **settings: Any) -> list[tuple[bool, bool]]:
     ):
         exact, part = exact_values(toy, policy, limit), judge(policy, log, [limit]).limits[0]
         bounds = part.return_interval, part.cost_interval
-        found.append(tuple(a - 1e-3 <= x <= b + 1e-3 for (a, b), x in zip(bounds, exact, strict=True)))
-    return found  # type: ignore[return-value]
+        found.append([a - 1e-3 <= x <= b + 1e-3 for (a, b), x in zip(bounds, exact, strict=True)])
+        widths.append([(b - a) / whole for (a, b), whole in zip(bounds, ranges, strict=True)])
+    return found, widths
 
 
 def test_intervals_hold_the_exact_values_of_toys() -> None:
-    held = [inside(make, number, members=6, width=64, steps=600, batch=128) for make in (tradeoff, stitching)
-            for number in range(2)]  # fmt: skip
-    rates = np.array(held).reshape(-1, 2).mean(0)
-    assert (rates >= 0.75).all(), rates  # 16 intervals each, stated at 0.95
+    quick = {"members": 6, "width": 32, "steps": 300, "batch": 64}
+    results = [inside(make, number, **quick) for make in (tradeoff, stitching) for number in range(2)]
+    held, widths = (np.concatenate(part) for part in zip(*results, strict=True))  # [16, 2] each
+    # Stated at 0.95, with networks that hardly learned; a quarter of the width holds 0.38 of the returns, a bias of
+    # 0.15 of the range leaves 0.56.
+    assert (held.mean(0) >= 0.7).all(), held.mean(0)
+    assert (np.median(widths, 0) < 0.5).all(), widths  # and they say something
 
 
 @pytest.mark.slow
@@ -247,7 +263,7 @@ def test_intervals_hold_the_exact_values_of_toys() -> None:
 @pytest.mark.parametrize("make", [tradeoff, stitching])
 def test_intervals_hold_the_exact_values_at_the_stated_rate(make: Any) -> None:
     settings = {"width": 64, "steps": 1000, "batch": 128}
-    rates = np.array([inside(make, number, **settings) for number in range(15)]).reshape(-1, 2).mean(0)
+    rates = np.concatenate([inside(make, number, **settings)[0] for number in range(15)]).mean(0)
     assert (rates >= 0.88).all(), rates  # 60 intervals, four on each data set; stated at 0.95
 
 
@@ -317,6 +333,7 @@ def test_what_cannot_be_judged_is_refused() -> None:
         (good, [float("nan")], {}, "at least 0"),
         (good, [1.0], {"confidence": 1.0}, "confidence"),
         (good, [1.0], {"members": 1}, "at least 2 members"),
+        (good, [1.0], {"seed": -1}, "a seed is a whole number"),
         (good, [1.0], {"colour": 1}, "no such setting"),
         (good, [1.0], {"horizon": 3}, "give a larger one"),
         (ConstantPolicy([0.0]), [1.0], QUICK, "actions of shape"),
@@ -357,6 +374,9 @@ def test_the_command(trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.
     part = content["limits"][0]
     assert part["cost_interval"][0] <= part["expected_cost"] <= part["cost_interval"][1]
     assert part["expected_return"] == pytest.approx(np.mean([m[0] for m in part["members"]]))
+    assert content["sha256"] == json.loads((resolve(run) / "manifest.json").read_text())["sha256"]
+    assert content["fingerprint"] == load_dataset(data).fingerprint
+    assert {"versions", "command"} <= set(content["provenance"])
     assert (tmp_path / "j.png").stat().st_size > 5000
     assert main([*args, "20", "--out", str(tmp_path / "j.csv")]) == 0
     with (tmp_path / "j.csv").open() as file:
@@ -365,6 +385,8 @@ def test_the_command(trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.
     assert float(rows[0]["return"]) == pytest.approx(part["expected_return"], rel=1e-6)
     assert main([*args, "20", "--out", str(tmp_path / "j.txt")]) == 1
     assert ".json or .csv" in capsys.readouterr().err
+    assert main([*args, "20", "--device", "banana"]) == 1
+    assert "cannot be put on the device 'banana'" in capsys.readouterr().err
 
 
 def test_judging_on_the_training_data_is_said(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.helpers import tiny_data
 
 from qpt import QptError
 from qpt.algorithms.base import algorithm_classes
@@ -119,5 +120,22 @@ def test_the_command(runs: tuple[list[Path], Path], tmp_path: Path, capsys: pyte
     assert "a regret of" in printed
     assert main([*args, "--limit", "0"]) == 3
     assert "None qualifies" in capsys.readouterr().out
-    assert main([*args, "--limit", "-1"]) == 1
-    assert "at least 0" in capsys.readouterr().err
+    for limit in ("-1", "nan"):
+        assert main([*args, "--limit", limit]) == 1
+        assert "at least 0" in capsys.readouterr().err
+    for table in tables:
+        table.cost_limit[:] = 7.0
+    Episodes.concatenate(tables).save(tmp_path / "others.csv")
+    assert main([*args, "--limit", "30", "--oracle", str(tmp_path / "others.csv")]) == 1
+    assert "at the limit that it is given, " in capsys.readouterr().err
+    tables[0].save(tmp_path / "some.csv")
+    assert main([*args, "--limit", "30", "--oracle", str(tmp_path / "some.csv")]) == 1
+    assert "some.csv holds no episodes of" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_said_before_the_long_part(
+    runs: tuple[list[Path], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qpt.ope.fqe.Fits.__init__", lambda *_, **__: pytest.fail("it began"))
+    with pytest.raises(QptError, match="judge it on logs of its own task"):
+        select(runs[0], tiny_data(observation_dim=99), 30.0)

@@ -17,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from qpt import stats
-from qpt.checkpoint import MODEL, read_manifest, resolve
+from qpt.checkpoint import MODEL, checksums, read_manifest, resolve
 from qpt.episodes import provenance
 from qpt.errors import QptError
 from qpt.evaluation import EpisodePolicy, evaluate
+from qpt.runtime import calibrated_limit
 from qpt.sequential import Floats, Forecast, Verdict, bounds, decide, foretell
 from qpt.tasks import Task, get_task
 
@@ -39,7 +40,7 @@ class Certificate:
     task: str
     algorithm: str
     checkpoint: str
-    sha256: Mapping[str, str]  # of the checkpoint's files
+    sha256: Mapping[str, str]  # of the files that the policy was loaded from
     limit: float
     internal_limit: float  # what the policy was given
     risk: float
@@ -83,10 +84,7 @@ def certify(
     `show(episodes, violations, bounds)` is called after each batch.
     """
     check_statement(limit, risk, confidence)
-    if max_episodes < 1 or batch < 1:
-        raise QptError(
-            f"a certificate needs at least one episode in a batch and in all, not {batch} and {max_episodes}"
-        )
+    check_run(max_episodes, batch, seed)
     task = get_task(task) if isinstance(task, str) else task
     given = _limit_to_give(policy, limit)
     costs: list[float] = []
@@ -104,13 +102,12 @@ def certify(
         sequence.append((len(costs), int(violated.sum()), low, high))
         if show is not None:
             show(len(costs), int(violated.sum()), (low, high))
-    checkpoint = str(getattr(policy, "checkpoint", None) or "")
     return Certificate(
         verdict=verdict,
         task=task.name,
         algorithm=str(getattr(policy, "algorithm", type(policy).__name__)),
-        checkpoint=checkpoint,
-        sha256=read_manifest(Path(checkpoint))["sha256"] if checkpoint else {},
+        checkpoint=str(getattr(policy, "checkpoint", None) or ""),
+        sha256=checksums(policy),
         limit=limit,
         internal_limit=float(getattr(policy, "internal_limit", lambda x: x)(given)),
         risk=risk,
@@ -146,6 +143,15 @@ def check_statement(limit: float, risk: float, confidence: float) -> None:
         raise QptError(f"the risk is a probability above 0 and below 1, not {risk:g}")
     if not 0.5 <= confidence < 1:
         raise QptError(f"the confidence lies between 0.5 and 1, not at {confidence:g}")
+
+
+def check_run(max_episodes: int, batch: int, seed: int) -> None:
+    if max_episodes < 1 or batch < 1:
+        raise QptError(
+            f"a certificate needs at least one episode in a batch and in all, not {batch} and {max_episodes}"
+        )
+    if seed < 0:
+        raise QptError(f"a seed is a whole number of at least 0, not {seed}")
 
 
 def _limit_to_give(policy: EpisodePolicy, limit: float) -> float:
@@ -208,9 +214,10 @@ def calibrate_limit(
     it changes with the limit: for a wrong choice the first limit that breaks the risk must have passed, one test.
     """
     check_statement(limit, risk, confidence)
+    check_run(episodes, 1, seed)
     task = get_task(task) if isinstance(task, str) else task
     steps = sorted(set(default_grid(limit) if grid is None else map(float, grid)))
-    if not steps or steps[0] < 0 or steps[-1] > limit:
+    if not steps or not all(0 <= step <= limit for step in steps):
         raise QptError(f"internal limits lie between 0 and the stated limit of {limit:g}; change the grid")
     if policy.limit_mode != "live":
         raise QptError(
@@ -282,14 +289,7 @@ class CalibratedPolicy:
         self.policy, self.table = policy, dict(table)
 
     def internal_limit(self, limit: float) -> float:
-        for stated, internal in self.table.items():
-            if math.isclose(stated, limit, rel_tol=1e-9, abs_tol=1e-12):
-                return internal
-        known = ", ".join(f"{stated:g}" for stated in sorted(self.table)) or "none"
-        raise QptError(
-            f"the policy is not calibrated for a limit of {limit:g} (it is for {known}); "
-            f"run: qpt certify --calibrate --limit {limit:g}"
-        )
+        return calibrated_limit(self.table, limit)
 
     def _mapped(self, limits: npt.ArrayLike | None) -> Floats | None:
         return None if limits is None else np.asarray(np.vectorize(self.internal_limit, otypes=[float])(limits))

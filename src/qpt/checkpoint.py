@@ -98,6 +98,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
+def checksums(policy: Any) -> dict[str, str]:
+    """Of the files that a policy was loaded from; none where it comes from no file that is known."""
+    own = getattr(policy, "sha256", None)
+    folder = Path(str(getattr(policy, "checkpoint", None) or MANIFEST))
+    found = read_manifest(folder)["sha256"] if own is None and folder.is_dir() else own
+    return dict(found or {})
+
+
 def read_tensors(folder: Path, file: str, manifest: dict[str, Any]) -> dict[str, Tensor]:
     path = folder / file
     try:
@@ -123,7 +131,11 @@ def load_algorithm(folder: Path, device: torch.device | str = "cpu") -> tuple[An
         raise QptError(
             f"the checkpoint {folder} does not fit this version of qpt: {str(error).splitlines()[0]}"
         ) from error
-    return algorithm.to(device), manifest
+    try:
+        return algorithm.to(device), manifest
+    except (RuntimeError, AssertionError) as error:  # no such device, or no room on it
+        reason = str(error).splitlines()[0]
+        raise QptError(f"the policy cannot be put on the device {str(device)!r} ({reason}); use cpu") from error
 
 
 def restore_training(folder: Path, algorithm: Algorithm, manifest: dict[str, Any]) -> dict[str, Tensor]:

@@ -217,6 +217,11 @@ def parity(policy: Policy, exported: OnnxPolicy) -> tuple[float, int, int]:
         with torch.no_grad():
             outputs = module(*tensors.values(), noise=given if given.shape[1] else None)
         expected = {name: x.numpy() for name, x in zip(exported.outputs, outputs, strict=True)}
+        if not np.isfinite(expected["action"]).all():
+            raise QptError(
+                "the policy gives actions that are not finite, so nothing was written; export an earlier checkpoint, "
+                "or train it again"
+            )
         got = exported.decide(context)
         apart = np.abs(got["action"] - expected["action"]).max(1)  # [n]
         tied = np.full(n, "reward_q" in got) & (apart > TOLERANCE)

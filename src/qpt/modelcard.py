@@ -47,11 +47,10 @@ def find_evidence(folder: Path, episodes: Episodes | None = None) -> Evidence:
     found = [
         row for place in dict.fromkeys((run, folder)) for path in sorted(place.glob("*.json")) for row in _rows(path)
     ]
-    # A judgement knows its checkpoint by name; the run that it lies in tells the rest.
     return Evidence(
         episodes if episodes is not None else _episodes(run, folder),
         tuple(r for r in found if {"statement", "verdict"} <= set(r) and _of(r.get("sha256"), digest)),
-        tuple(r for r in found if {"limits", "confidence"} <= set(r) and _is(r.get("checkpoint"), folder)),
+        tuple(r for r in found if {"limits", "confidence"} <= set(r) and _of(r.get("sha256"), digest)),
         tuple(e for r in found if "calibrations" in r and r.get("model_sha256") == digest for e in r["calibrations"]),
     )
 
@@ -67,10 +66,6 @@ def _rows(path: Path) -> Rows:
 
 def _of(sha256: Any, digest: str) -> bool:
     return isinstance(sha256, dict) and sha256.get(MODEL) == digest
-
-
-def _is(name: Any, folder: Path) -> bool:
-    return Path(str(name)).name == folder.name
 
 
 def _episodes(run: Path, folder: Path) -> Episodes | None:
@@ -190,6 +185,8 @@ def _judged(manifest: dict[str, Any], evidence: Evidence, settings: dict[str, An
             f"**Judged** from {judgement['episodes']} logged episodes, without a simulator: expected values with "
             f"{judgement['confidence']:.0%} intervals, and the share of actions unlike the logged ones."
         )
+        if judgement.get("fingerprint") and judgement["fingerprint"] == manifest.get("data", {}).get("fingerprint"):
+            note += " **These are the episodes it was trained on**: held-out ones would tell more."
         parts += [note, _table(("limit", "return", "cost", "unlike", "warning"), rows)]
     if evidence.calibrations:
         rows = [
@@ -198,7 +195,8 @@ def _judged(manifest: dict[str, Any], evidence: Evidence, settings: dict[str, An
         ]
         note = (
             "**Calibrated**: given the internal limit, an episode costs more than the stated one with a probability of "
-            "at most the risk. The graph takes limits as they are: give it the internal one."
+            "at most the risk. The graph takes limits as they are: give it the internal one, or use "
+            "`OnnxPolicy(..., calibrated=True)`, which does."
         )
         heads = ("stated limit", "internal limit", "risk", "confidence", "episodes at each internal limit")
         parts += [note, _table(heads, rows)]
@@ -248,7 +246,8 @@ def _origins(evidence: Evidence) -> Rows:
     if evidence.episodes is not None:
         whole = dict(evidence.episodes.provenance)
         rows += whole.get("parts", [whole])
-    return rows + [dict(r.get("provenance") or {}) for r in (*evidence.calibrations, *evidence.certificates)]
+    told = *evidence.judgements, *evidence.calibrations, *evidence.certificates
+    return rows + [dict(r.get("provenance") or {}) for r in told]
 
 
 def _measured_with(evidence: Evidence) -> list[str]:

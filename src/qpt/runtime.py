@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,10 +53,17 @@ class OnnxPolicy:
     """Decides for n parallel episodes with an exported graph, as `qpt.load_policy` would from the checkpoint.
 
     A step is `actions = act(observations)`, then `observe(rewards, costs)`; `set_cost_limit` may come at any time.
+    With `calibrated=True` limits are stated ones: the graph is given those that `qpt certify --calibrate` found for
+    them before the export, for the policy's own task (or for the one that is named instead of True).
     """
 
     def __init__(
-        self, path: str | Path, *, past_horizon: Literal["error", "clamp"] = "error", threads: int = 1
+        self,
+        path: str | Path,
+        *,
+        calibrated: bool | str = False,
+        past_horizon: Literal["error", "clamp"] = "error",
+        threads: int = 1,
     ) -> None:
         path = Path(path)
         self.facts = read_facts(path)
@@ -68,6 +77,8 @@ class OnnxPolicy:
             past_horizon,
         )
         self.algorithm, self.checkpoint, self.task = str(f.get("algorithm", "")), str(path), f.get("task")
+        self.sha256 = {path.name: str(f["sha256"])}
+        self.table = _calibrations(path, f, self.task if calibrated is True else calibrated) if calibrated else None
         self.inputs = {x.name for x in self.session.get_inputs()}
         self.outputs = [x.name for x in self.session.get_outputs()]
         self.count = 0
@@ -137,9 +148,15 @@ class OnnxPolicy:
                 f"this policy was trained for a cost limit of {trained:g} and cannot take another; "
                 f"train one for {limits[0]:g}"
             )
+        if self.table is not None:
+            limits = np.array([self.internal_limit(limit) for limit in limits])
         self._limits[rows], self._limited[rows] = limits, True
         free = ~self._fixed[rows]
         self._targets[rows[free]] = suggest_returns(self.facts["return_targets"], limits[free])
+
+    def internal_limit(self, limit: float) -> float:
+        """What the graph is given for a stated limit."""
+        return float(limit) if self.table is None else calibrated_limit(self.table, limit)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -228,6 +245,7 @@ class OnnxPolicy:
 
     @property
     def cost_limits(self) -> Doubles:
+        """What the graph is given: internal limits, where they are calibrated."""
         return self._limits.copy()
 
     @property
@@ -278,6 +296,30 @@ def suggest_returns(table: dict[str, Any] | None, limits: Doubles) -> Doubles:
     return np.asarray(found * float(table["factor"]), float)
 
 
+def calibrated_limit(table: Mapping[float, float], limit: float) -> float:
+    """The internal limit of a stated one; nothing is known of those between the calibrated ones."""
+    for stated, internal in table.items():
+        if math.isclose(stated, limit, rel_tol=1e-9, abs_tol=1e-12):
+            return internal
+    known = ", ".join(f"{stated:g}" for stated in sorted(table)) or "none"
+    raise QptError(
+        f"the policy is not calibrated for a limit of {limit:g} (it is for {known}); "
+        f"run: qpt certify --calibrate --limit {limit:g}"
+    )
+
+
+def _calibrations(path: Path, facts: dict[str, Any], task: Any) -> dict[float, float]:
+    entries = facts.get("calibrations", [])
+    table = {float(e["limit"]): float(e["internal_limit"]) for e in entries if e["task"] == task}
+    if not table:
+        known = ", ".join(sorted({str(e["task"]) for e in entries})) or "none"
+        raise QptError(
+            f"{path} has no calibrated limit for the task {task} (it has them for {known}); run `qpt certify "
+            "--calibrate` on its checkpoint, and export it again"
+        )
+    return table
+
+
 def read_facts(path: Path) -> dict[str, Any]:
     """The side file of an exported graph, checked."""
     side = path.with_suffix(".json")
@@ -298,8 +340,10 @@ def read_facts(path: Path) -> dict[str, Any]:
     try:
         sizes = [int(facts[name]) for name in ("observation_dim", "action_dim", "context", "horizon")]
         noise(facts["noise"], [0], np.zeros(1, np.int64))
+        limits = [(e["task"], float(e["limit"]), float(e["internal_limit"])) for e in facts.get("calibrations", [])]
         table = facts["return_targets"]
-        sound = min(sizes) > 0 and (table is None or len(table["costs"]) == len(table["returns"]) > 0)
+        sound = min(sizes) > 0 and all(0 <= internal <= stated for _, stated, internal in limits)
+        sound = sound and (table is None or len(table["costs"]) == len(table["returns"]) > 0)
         sound = sound and (table is None or bool(np.isfinite(suggest_returns(table, np.zeros(1))).all()))
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError, MemoryError):
         sound = False

@@ -4,9 +4,11 @@
  - Reward critic: bootstraps only through actions with Q^c <= d, the cost limit as a discounted sum (`reward_loss`).
  - Actor: maximises Q^r where Q^c <= d (`actor_loss`).
 
-`variant="reference"` is what the published numbers were made with. "correct" differs in seven points:
+`variant="reference"` is what the published numbers were made with. "correct" differs in eight points:
  - the push has a gradient (the reference computes it with the target critics and without one, so that it does nothing);
  - unlikely actions are drawn as the policy acts, after the tanh (the reference feeds unsquashed ones);
+ - the push's weight is steered by the mean cost of unlikely actions (the reference counts the likely three quarters as
+   0 in that mean: it would push on to four times the cost that it is meant for);
  - the larger one of the twin cost critics counts (the reference takes the smaller one, which underestimates the cost);
  - where no action is feasible the actor descends the cost (in the reference it learns nothing there);
  - a terminal ends the cost sum (the reference goes on bootstrapping the cost after the task is over);
@@ -174,8 +176,13 @@ class CPQ(nn.Module):
             target = batch.costs + self.config.discount * going * value
         q = self.cost_critics(torch.cat([seen, batch.actions], -1))[..., 0]  # [2, B]
         pushed = self.unlikely_cost(seen, draws)
-        push = self.log_alpha.exp() * (pushed - self.config.push * self.threshold)
+        push = self.log_alpha.exp() * (pushed - self.push_target)
         return (q - target).square().mean(-1).sum() - push, pushed.detach(), q.detach().mean()
+
+    @property
+    def push_target(self) -> float:
+        """What `unlikely_cost` is when unlikely actions cost 1.5 d: the likely ones count as 0 in its mean."""
+        return self.config.push * self.threshold * (self.config.unlikely if self.correct else 1.0)
 
     def unlikely_cost(self, seen: Tensor, draws: Tensor) -> Tensor:
         """Mean over all drawn actions of 1[unlikely] Q^c(s, a)."""
@@ -218,7 +225,7 @@ class CPQ(nn.Module):
         cost_loss, pushed, cost_q = self.cost_loss(batch, torch.randn_like(actions), draws)
         descend(self.optimizers["critics"], reward_loss + cost_loss, [self.learned["critics"]])
         with torch.no_grad():
-            rise = c.alpha_lr * self.log_alpha.exp() * (c.push * self.threshold - parallel.mean(pushed))
+            rise = c.alpha_lr * self.log_alpha.exp() * (self.push_target - parallel.mean(pushed))
             self.log_alpha.copy_((self.log_alpha + rise).clamp(-5, 5))
 
         loss, feasible = self.actor_loss(seen, torch.randn_like(actions))

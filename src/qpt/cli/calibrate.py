@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qpt import calibration, plotting
+from qpt.cli.judge import check_files
 from qpt.cli.run import run
 from qpt.errors import QptError
 from qpt.evaluation import evaluate
@@ -42,6 +43,7 @@ def calibrate(
         workers: Simulator processes; by default one a core.
         out: A picture (.png, .svg, .pdf) or the numbers (.csv; `qpt report` shows those in RUN/calibration.csv).
     """
+    check_files(out, None, (".csv", ".png", ".svg", ".pdf"))
     policy = load_policy(checkpoint)
     name = task or policy.task
     if name is None:

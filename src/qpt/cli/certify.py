@@ -23,6 +23,7 @@ from qpt.certify import (
     calibrate_limit,
     calibrated,
     certify,
+    check_run,
     check_statement,
     default_grid,
     store,
@@ -78,6 +79,7 @@ def certify_command(
         calibration_episodes: Episodes at each of these.
     """
     check_statement(limit, risk, confidence)
+    check_run(max_episodes, batch, seed)
     if calibrate and apply_calibration:
         raise QptError("--calibrate finds a calibration and --apply-calibration uses one; give one of the two")
     if out is not None:
@@ -85,7 +87,10 @@ def certify_command(
     policy = importlib.import_module("qpt.policy").load_policy(checkpoint, which=which)
     if "OMP_NUM_THREADS" not in os.environ:  # small networks on the CPU gain nothing from more threads
         importlib.import_module("torch").set_num_threads(1)
-    facts = get_task(task or policy.spec.task)
+    name = task or policy.spec.task
+    if name is None:
+        raise QptError("the checkpoint names no task; give one with --task")
+    facts = get_task(name)
     console = Console() if sys.stdout.isatty() else Console(width=120)  # a pipe has no width of its own
     common: dict[str, Any] = {"risk": risk, "confidence": confidence, "seed": seed, "workers": workers}
     if calibrate:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -53,7 +54,7 @@ def select_command(
     """
     if not runs:
         raise QptError("name at least one run folder or checkpoint")
-    if limit < 0:
+    if not (math.isfinite(limit) and limit >= 0):
         raise QptError(f"a cost limit is a number of at least 0, not {limit:g}")
     check_files(out, None, (".json",))
     ope = importlib.import_module("qpt.ope")
@@ -62,10 +63,14 @@ def select_command(
         importlib.import_module("torch").set_num_threads(1)
     options = ope.candidates(runs)  # before the long part, should one not be found
     episodes = None if oracle is None else importlib.import_module("qpt.episodes").Episodes.load(oracle)
+    if episodes is not None:
+        simulated = {os.path.realpath(str(name)) for name in set(episodes.checkpoint.tolist())}
+        for option in options:
+            if os.path.realpath(option.checkpoint) not in simulated:
+                raise QptError(f"{oracle} holds no episodes of {option.checkpoint}; evaluate every candidate")
     logged = load_dataset(data)
     with bar("reading") as show:
-        log = ope.Log(logged, seed=seed, device=device, show=show, members=members, steps=steps)
-        found = ope.select(runs, log, limit, show=lambda done, total, _: show("judging checkpoints", done, total))
+        found = ope.select(runs, logged, limit, seed=seed, device=device, show=show, members=members, steps=steps)
     console = Console() if sys.stdout.isatty() else Console(width=140)  # a pipe has no width of its own
     console.print(table(found))
     if any(read_fingerprint(option.checkpoint) == logged.fingerprint for option in options):

@@ -27,6 +27,8 @@ def before(data: Trajectories) -> tuple[Sums, Sums]:
 def decide(policy: Any, data: Trajectories, cost_limit: float, seed: int = 0, batch: int = 256) -> Floats:
     """The policy's action at every logged step, [N, A]. Episodes have noise of their own, fixed by the seed."""
     seeds = np.random.default_rng([seed, 7]).integers(2**62, size=len(data))
+    if isinstance(getattr(policy, "policy", None), Policy) and hasattr(policy, "internal_limit"):  # a calibrated one
+        policy, cost_limit = policy.policy, float(policy.internal_limit(cost_limit))
     if isinstance(policy, Policy):
         return _from_windows(policy, data, cost_limit, seeds, batch)
     return _in_lock_step(policy, data, cost_limit, seeds)
@@ -101,6 +103,6 @@ def _checked(actions: Floats, data: Trajectories) -> Floats:
     if bad.any():
         raise QptError(
             f"the policy gives an action that is not finite, at step {data.step_in_episode[int(np.argmax(bad))]} of a "
-            "logged episode"
+            "logged episode; judge an earlier checkpoint, or train it again"
         )
     return actions

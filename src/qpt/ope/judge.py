@@ -5,14 +5,16 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from qpt.checkpoint import checksums
 from qpt.data.trajectories import Trajectories
+from qpt.episodes import provenance
 from qpt.errors import QptError
 from qpt.ope.decisions import decide
 from qpt.ope.fqe import FitConfig, Fits, Show, student_quantile, thin
@@ -59,6 +61,9 @@ class Judgement:
     steps: int
     horizon: int
     limits: tuple[LimitJudgement, ...]
+    sha256: Mapping[str, str] = field(default_factory=dict)  # of the files that the policy was loaded from
+    fingerprint: str = ""  # of the log
+    provenance: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def to_json(self) -> dict[str, Any]:
         return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
@@ -123,6 +128,8 @@ class Log:
             config = replace(config or FitConfig(), **settings)
         except TypeError as error:
             raise QptError(f"the evaluation has no such setting: {error}") from error
+        if seed < 0:
+            raise QptError(f"a seed is a whole number of at least 0, not {seed}")
         if len(data) < 2:
             raise QptError("a judgement needs at least two logged episodes; give more data")
         if horizon is not None and horizon < data.lengths.max():
@@ -130,7 +137,7 @@ class Log:
                 f"the longest logged episode has {data.lengths.max()} steps but the horizon is {horizon}; "
                 "give a larger one"
             )
-        self.seed = seed
+        self.seed, self.fingerprint = seed, data.fingerprint  # of the whole log
         self.data = thin(data, config.max_steps, seed)
         self.fits = Fits(self.data, config, horizon=horizon, seed=seed, device=device, show=show)
         self.neighbours = Neighbours(self.data, seed)
@@ -151,14 +158,16 @@ def judge(
     `policy` is one of `load_policy`, or anything that `evaluate` takes. `data` should not be what it was trained on; to
     judge several policies, prepare it once: `log = Log(data)`. Settings are the fields of FitConfig.
     """
-    _check(policy, data.data if isinstance(data, Log) else data, limits, confidence)
+    check(policy, data, limits, confidence)
     log = data if isinstance(data, Log) else Log(data, seed=seed, show=show, **settings)
     if isinstance(data, Log) and settings:
         raise QptError("the settings of a prepared log are given when it is made: Log(data, ...)")
     parts = tuple(_at_limit(policy, log, float(limit), confidence, show) for limit in limits)
     name = str(getattr(policy, "algorithm", type(policy).__name__))
     sizes = len(log.data), log.data.steps, log.fits.horizon
-    return Judgement(name, str(getattr(policy, "checkpoint", "") or ""), confidence, *sizes, parts)
+    checkpoint = str(getattr(policy, "checkpoint", "") or "")
+    origin = checksums(policy), log.fingerprint, provenance()
+    return Judgement(name, checkpoint, confidence, *sizes, parts, *origin)
 
 
 def _at_limit(policy: Any, log: Log, limit: float, confidence: float, show: Show | None) -> LimitJudgement:
@@ -195,7 +204,9 @@ def _warning(outside: float, limit: float, data: Trajectories) -> str:
     return "; ".join(found)
 
 
-def _check(policy: Any, data: Trajectories, limits: Sequence[float], confidence: float) -> None:
+def check(policy: Any, data: Trajectories | Log, limits: Sequence[float], confidence: float = 0.95) -> None:
+    """Refuse at once what could not be judged after the long part."""
+    data = data.data if isinstance(data, Log) else data
     if not limits:
         raise QptError("give at least one cost limit to judge the policy at")
     for limit in limits:

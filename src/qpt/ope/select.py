@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from qpt.checkpoint import MANIFEST, checkpoints, read_manifest
 from qpt.data.trajectories import Trajectories
 from qpt.episodes import Episodes
 from qpt.errors import QptError
-from qpt.ope.judge import Judgement, Log, judge
+from qpt.ope.fqe import Show
+from qpt.ope.judge import Judgement, Log, check, judge
 from qpt.policy import load_policy
 
 
@@ -103,19 +104,23 @@ def select(
     data: Trajectories | Log,
     limit: float,
     *,
-    show: Callable[[int, int, str], None] | None = None,
+    device: str = "cpu",
+    show: Show | None = None,
     **settings: Any,
 ) -> Selection:
-    """Judge every checkpoint of the runs and rank them for one cost limit."""
-    options = candidates(runs)
-    log = data if isinstance(data, Log) else Log(data, **settings)
-    judged = []
-    for number, option in enumerate(options):
-        if show is not None:
-            show(number, len(options), option.checkpoint)
-        policy = load_policy(option.checkpoint, device=str(log.fits.device))
+    """Judge every checkpoint of the runs and rank them for one cost limit. Settings are those of Log."""
+    options, policies = candidates(runs), []
+    for option in options:  # all of them first, should one not fit the data
+        policy = load_policy(option.checkpoint, device=str(data.fits.device) if isinstance(data, Log) else device)
         own = policy.trained_limit if policy.limit_mode == "trained" else None
         given = limit if own is None else float(own)
+        check(policy, data, [given])
+        policies.append((option, policy, given))
+    log = data if isinstance(data, Log) else Log(data, device=device, show=show, **settings)
+    judged = []
+    for number, (option, policy, given) in enumerate(policies):
+        if show is not None:
+            show("judging checkpoints", number, len(options))
         judgement = judge(policy, log, [given])
         judged.append(Ranked(option, judgement, given, judgement.limits[0].cost_interval[1] <= limit))
     return rank(judged, limit)
@@ -149,9 +154,12 @@ class OracleReport:
 
 def oracle_report(selection: Selection, realised: Mapping[str, tuple[float, float]]) -> OracleReport:
     """Compare with realised (return, cost) by checkpoint: the oracle is the best return whose mean cost is within."""
-    missing = [r.candidate.checkpoint for r in selection.ranking if r.candidate.checkpoint not in realised]
-    if missing:
-        raise QptError(f"the episodes hold none of {missing[0]}; evaluate every candidate for the comparison")
+    for r in selection.ranking:
+        if r.candidate.checkpoint not in realised:
+            raise QptError(
+                f"the episodes hold none of {r.candidate.checkpoint} at the limit that it is given, "
+                f"{r.given_limit:g}; evaluate every candidate at that limit for the comparison"
+            )
     names = [r.candidate.checkpoint for r in selection.ranking]
     rows = [{"return": realised[n][0], "cost": realised[n][1]} for n in names]
     best = stats.select_checkpoint(rows, selection.cost_limit)
