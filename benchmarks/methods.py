@@ -14,27 +14,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from made_up import made_up
 
 from qpt.algorithms.base import Spec, algorithm_classes, algorithm_names
 from qpt.data.trajectories import Trajectories
 from qpt.stepping import Stepper
-
-
-def made_up(episodes: int = 100, length: int = 200, observation_dim: int = 76, action_dim: int = 2) -> Trajectories:
-    rng = np.random.default_rng(0)
-    n = episodes * length
-    boldness = np.repeat(np.linspace(0, 0.3, episodes), length)
-    return Trajectories.from_arrays(
-        rng.normal(size=(n, observation_dim)),
-        np.clip(rng.normal(size=(n, action_dim)) * 0.5, -1, 1),
-        rng.random(n) + boldness,
-        rng.random(n) < boldness,
-        np.zeros(n, bool),
-        np.arange(1, n + 1) % length == 0,
-        final_observations=rng.normal(size=(episodes, observation_dim)),
-    )
 
 
 def steps_per_second(

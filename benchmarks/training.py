@@ -20,8 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from made_up import made_up
 
 from qpt.algorithms.base import Spec
 from qpt.algorithms.qpt import QPT, QPTConfig
@@ -55,21 +55,6 @@ WAYS: dict[str, tuple[bool, bool]] = {
     "captured": (False, True),
     "compiled and captured": (True, True),
 }
-
-
-def made_up(observation_dim: int, action_dim: int = 2, episodes: int = 100, length: int = 200) -> Trajectories:
-    rng = np.random.default_rng(0)
-    n = episodes * length
-    boldness = np.repeat(np.linspace(0, 0.3, episodes), length)
-    return Trajectories.from_arrays(
-        rng.normal(size=(n, observation_dim)),
-        np.clip(rng.normal(size=(n, action_dim)) * 0.5, -1, 1),
-        rng.random(n) + boldness,
-        rng.random(n) < boldness,
-        np.zeros(n, bool),
-        np.arange(1, n + 1) % length == 0,
-        final_observations=rng.normal(size=(episodes, observation_dim)),
-    )
 
 
 class Training:

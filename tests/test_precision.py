@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 import warnings
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -21,6 +22,7 @@ from qpt.stepping import Stepper
 def benchmark() -> ModuleType:
     """benchmarks/training.py, which holds the check so that it also runs where there is no pytest."""
     path = Path(__file__).parents[1] / "benchmarks" / "training.py"
+    sys.path.append(str(path.parent))  # as when it is run as a script
     spec = importlib.util.spec_from_file_location("benchmark_training", path)
     assert spec is not None
     assert spec.loader is not None

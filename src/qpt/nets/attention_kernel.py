@@ -32,6 +32,16 @@ def _weights(q, k, last, keys, scale):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _tile(pointer, row, rows, d, count):  # type: ignore[no-untyped-def]
+    return tl.load(pointer + rows[:, None] * row + d[None, :], mask=rows[:, None] < count, other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _put(pointer, row, rows, d, count, values):  # type: ignore[no-untyped-def]
+    tl.store(pointer + rows[:, None] * row + d[None, :], values.to(tl.bfloat16), mask=rows[:, None] < count)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _forward(  # type: ignore[no-untyped-def]
     q_ptr, kv_ptr, last_ptr, seed_ptr, out_ptr, last_batch, last_row, q_batch, q_row, kv_batch, kv_row, scale, rate,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
@@ -40,19 +50,16 @@ def _forward(  # type: ignore[no-untyped-def]
     program = tl.program_id(0)
     batch, head = (program // HEADS).to(tl.int64), program % HEADS
     rows, columns, d = tl.arange(0, ROWS), tl.arange(0, COLUMNS), head * D + tl.arange(0, D)
-    here, there = rows[:, None] < QUERIES, columns[:, None] < KEYS
-    q = tl.load(q_ptr + batch * q_batch + rows[:, None] * q_row + d[None, :], mask=here, other=0.0)
-    source = kv_ptr + batch * kv_batch + columns[:, None] * kv_row + d[None, :]
-    k = tl.load(source, mask=there, other=0.0)
-    v = tl.load(source + HEADS * D, mask=there, other=0.0)
+    source = kv_ptr + batch * kv_batch
+    q, k = _tile(q_ptr + batch * q_batch, q_row, rows, d, QUERIES), _tile(source, kv_row, columns, d, KEYS)
+    v = _tile(source + HEADS * D, kv_row, columns, d, KEYS)
     last = tl.load(last_ptr + batch * last_batch + rows * last_row, mask=rows < QUERIES, other=0)
     weights = _weights(q, k, last, columns, scale)
     if DROPOUT:
         kept = _kept(tl.load(seed_ptr), program, rows, columns, rate)
         weights = tl.where(kept, weights / (1 - rate), 0.0)
     out = tl.dot(weights.to(v.dtype), v)
-    place = out_ptr + batch * (QUERIES * HEADS * D) + rows[:, None] * (HEADS * D) + d[None, :]
-    tl.store(place, out.to(v.dtype), mask=here)
+    _put(out_ptr + batch * (QUERIES * HEADS * D), HEADS * D, rows, d, QUERIES, out)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -65,13 +72,10 @@ def _backward(  # type: ignore[no-untyped-def]
     program = tl.program_id(0)
     batch, head = (program // HEADS).to(tl.int64), program % HEADS
     rows, columns, d = tl.arange(0, ROWS), tl.arange(0, COLUMNS), head * D + tl.arange(0, D)
-    here, there = rows[:, None] < QUERIES, columns[:, None] < KEYS
-    q = tl.load(q_ptr + batch * q_batch + rows[:, None] * q_row + d[None, :], mask=here, other=0.0)
-    source = kv_ptr + batch * kv_batch + columns[:, None] * kv_row + d[None, :]
-    k = tl.load(source, mask=there, other=0.0)
-    v = tl.load(source + HEADS * D, mask=there, other=0.0)
-    place = grad_ptr + batch * (QUERIES * HEADS * D) + rows[:, None] * (HEADS * D) + d[None, :]
-    grad = tl.load(place, mask=here, other=0.0)
+    source = kv_ptr + batch * kv_batch
+    q, k = _tile(q_ptr + batch * q_batch, q_row, rows, d, QUERIES), _tile(source, kv_row, columns, d, KEYS)
+    v = _tile(source + HEADS * D, kv_row, columns, d, KEYS)
+    grad = _tile(grad_ptr + batch * (QUERIES * HEADS * D), HEADS * D, rows, d, QUERIES)
     last = tl.load(last_ptr + batch * last_batch + rows * last_row, mask=rows < QUERIES, other=0)
     weights = _weights(q, k, last, columns, scale)
     dropped, passed = weights, tl.dot(grad, tl.trans(v))  # gradient of the (dropped) weights
@@ -83,27 +87,17 @@ def _backward(  # type: ignore[no-untyped-def]
     scores = (weights * (passed - tl.sum(weights * passed, 1)[:, None]) * scale).to(v.dtype)
     dq = tl.dot(scores, k)
     dk = tl.dot(tl.trans(scores), q)
-    tl.store(dq_ptr + batch * dq_batch + rows[:, None] * dq_row + d[None, :], dq.to(v.dtype), mask=here)
-    target = dkv_ptr + batch * dkv_batch + columns[:, None] * dkv_row + d[None, :]
-    tl.store(target, dk.to(v.dtype), mask=there)
-    tl.store(target + HEADS * D, dv.to(v.dtype), mask=there)
+    _put(dq_ptr + batch * dq_batch, dq_row, rows, d, QUERIES, dq)
+    target = dkv_ptr + batch * dkv_batch
+    _put(target, dkv_row, columns, d, KEYS, dk)
+    _put(target + HEADS * D, dkv_row, columns, d, KEYS, dv)
 
 
 # A causal window is a triangle: cut into a first tile of A tokens and a rest of C, the empty square is never touched.
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _tile(pointer, row, rows, d, count):  # type: ignore[no-untyped-def]
-    return tl.load(pointer + rows[:, None] * row + d[None, :], mask=rows[:, None] < count, other=0.0)
-
-
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _put(pointer, row, rows, d, count, values):  # type: ignore[no-untyped-def]
-    tl.store(pointer + rows[:, None] * row + d[None, :], values.to(tl.bfloat16), mask=rows[:, None] < count)
-
-
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _two(q, k1, k2, rows, first, second, scale):  # type: ignore[no-untyped-def]
+def _two(q, k1, k2, rows, second, scale):  # type: ignore[no-untyped-def]
     """Softmax of the later rows over both tiles of keys."""
     s1 = tl.dot(q, tl.trans(k1)) * scale
     s2 = tl.where(second[None, :] <= rows[:, None], tl.dot(q, tl.trans(k2)) * scale, -1e30)
@@ -134,7 +128,7 @@ def _forward_all(  # type: ignore[no-untyped-def]
         second = A + tl.arange(0, C)
         q2, k2 = _tile(source, row, second, d, LENGTH), _tile(source + W, row, second, d, LENGTH)
         v2 = _tile(source + 2 * W, row, second, d, LENGTH)
-        w1, w2 = _two(q2, k1, k2, second, first, second, scale)
+        w1, w2 = _two(q2, k1, k2, second, second, scale)
         if DROPOUT:
             w1 = tl.where(_kept(seed, program, second, first, rate), w1 / (1 - rate), 0.0)
             w2 = tl.where(_kept(seed, program, second, second, rate), w2 / (1 - rate), 0.0)
@@ -168,7 +162,7 @@ def _backward_all(  # type: ignore[no-untyped-def]
         second = A + tl.arange(0, C)
         q2, k2 = _tile(source, row, second, d, LENGTH), _tile(source + W, row, second, d, LENGTH)
         v2, g2 = _tile(source + 2 * W, row, second, d, LENGTH), _tile(incoming, W, second, d, LENGTH)
-        w1, w2 = _two(q2, k1, k2, second, first, second, scale)
+        w1, w2 = _two(q2, k1, k2, second, second, scale)
         d1, d2, p1, p2 = w1, w2, tl.dot(g2, tl.trans(v1)), tl.dot(g2, tl.trans(v2))
         if DROPOUT:
             kept1, kept2 = _kept(seed, program, second, first, rate), _kept(seed, program, second, second, rate)
