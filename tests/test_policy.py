@@ -12,7 +12,7 @@ from qpt.algorithms import candidates
 from qpt.algorithms.base import Context
 from qpt.algorithms.qpt import QPT
 from qpt.errors import QptError
-from qpt.policy import Policy
+from qpt.policy import Policy, _Away
 from test_qpt import make
 
 
@@ -114,3 +114,23 @@ def test_policy_refuses_misuse_in_a_sentence() -> None:
     for _ in range(method.spec.horizon + 3):
         clamped.act(np.zeros((1, 3)))
         clamped.observe([0], [0])
+
+
+def test_what_travels_to_a_device_and_back_is_the_decision() -> None:
+    method, _ = make(candidates=5, rtg_noise=0.4, selection="constrained")
+    here, away = policy_of(method, 3, [2.0, 5.0, 9.0]), policy_of(method, 3, [2.0, 5.0, 9.0])
+    rng = np.random.default_rng(2)
+    away._decide = lambda c: travel(away, c)  # type: ignore[method-assign]
+    for t in range(8):
+        o, r, k = rng.normal(size=(3, 3)), rng.random(3), rng.integers(0, 2, 3)
+        np.testing.assert_array_equal(away.act(o), here.act(o), err_msg=str(t))
+        here.observe(r, k), away.observe(r, k)
+    assert {k: v.tolist() for k, v in away.diagnostics().items()} == {
+        k: v.tolist() for k, v in here.diagnostics().items()
+    }
+
+
+def travel(policy: Policy, context: Context) -> Any:
+    """As on CUDA, with a device that is the host."""
+    policy._away = policy._away or _Away((), policy.method, torch.device("cpu"), context)
+    return policy._away.act(context)

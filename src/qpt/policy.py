@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +40,7 @@ class Policy:
         self.trained_limit, self.past_horizon, self.dtype = trained_limit, past_horizon, dtype
         self.observation_dim, self.action_dim = self.spec.observation_dim, self.spec.action_dim
         self.count = 0
-        self._graph: Any = None  # on CUDA: (key, graph, its inputs, its decision)
+        self._away: _Away | None = None  # on another device than the host: how to decide there
 
     # -- episodes ------------------------------------------------------------------------------------------------------
 
@@ -57,8 +58,8 @@ class Policy:
         self.count, k = n, self.method.context
         self._device = next(iter(self.method.state_dict().values())).device
 
-        def zeros(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
-            return torch.zeros(n, *shape, dtype=dtype, device=self._device)
+        def zeros(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:  # on the host, whatever device decides
+            return torch.zeros(n, *shape, dtype=dtype)
 
         self._observations, self._actions = zeros(k, self.observation_dim), zeros(k, self.action_dim)
         self._earned, self._spent = zeros(k), zeros(k)  # before each step of the window
@@ -87,9 +88,8 @@ class Policy:
             values[rows] = 0
         if self._acted is not None:
             self._acted[rows] = False
-        where = torch.from_numpy(rows).to(self._device)
         for window in (self._observations, self._actions, self._earned, self._spent, self._steps):
-            window[where] = 0
+            window[torch.from_numpy(rows)] = 0
         if seeds is not None:
             self._seeds[rows] = np.asarray(seeds)
         if return_targets is not None:
@@ -141,39 +141,40 @@ class Policy:
                 f"an episode is past the horizon of {self.spec.horizon} steps that the policy was trained for; "
                 "restart it, or load the policy with past_horizon='clamp'"
             )
-        context = self._advance(torch.from_numpy(seen).to(self._device, self.dtype), running)
-        self.method.eval()
+        context = self._advance(torch.from_numpy(seen), running)
+        if self.method.training:
+            self.method.eval()
         with torch.no_grad():
             decision = self._decide(context)
             actions = decision.actions.clamp(-1, 1)
-        move = torch.from_numpy(running).to(self._device)
-        at = torch.arange(self.count, device=self._device)
+        move, at = torch.from_numpy(running), torch.arange(self.count)
         self._actions[at, context.last] = torch.where(move[:, None], actions, self._actions[at, context.last])
         for name, values in decision.diagnostics.items():
-            self._sums.setdefault(name, np.zeros(self.count))[running] += values.double().cpu().numpy()[running]
+            self._sums.setdefault(name, np.zeros(self.count))[running] += values.double().numpy()[running]
         self._decisions[running] += 1
         self._acted = running
-        return np.where(running[:, None], actions.float().cpu().numpy(), 0).astype(np.float32)
+        return np.where(running[:, None], actions.float().numpy(), 0).astype(np.float32)
 
     def _advance(self, seen: Tensor, running: npt.NDArray[np.bool_]) -> Context:
         """Move the windows of running rows on by one step: a full window loses its oldest step."""
         k = self.method.context
-        full = torch.from_numpy(running & (self._step >= k)).to(self._device)
+        full = running & (self._step >= k)
         if full.any():
+            rows = torch.from_numpy(np.flatnonzero(full))
             for window in (self._observations, self._actions, self._earned, self._spent, self._steps):
-                window[full] = window[full].roll(-1, 1)
-        last = torch.from_numpy(np.minimum(self._step, k - 1)).to(self._device)
-        rows = torch.from_numpy(np.flatnonzero(running)).to(self._device)
+                window[rows, :-1] = window[rows, 1:]
+        last = torch.from_numpy(np.minimum(self._step, k - 1))
+        rows = torch.from_numpy(np.flatnonzero(running))
         place = last[rows]
         self._observations[rows, place] = seen[rows]
         self._actions[rows, place] = 0
-        self._earned[rows, place] = torch.from_numpy(self._return[running]).to(self._device, self.dtype)
-        self._spent[rows, place] = torch.from_numpy(self._cost[running]).to(self._device, self.dtype)
+        self._earned[rows, place] = torch.from_numpy(self._return[running]).to(self.dtype)
+        self._spent[rows, place] = torch.from_numpy(self._cost[running]).to(self.dtype)
         step = np.minimum(self._step, self.spec.horizon - 1)
-        self._steps[rows, place] = torch.from_numpy(step[running]).to(self._device)
+        self._steps[rows, place] = torch.from_numpy(step[running])
         # Beyond the current step the counters go on, as in the padding of training windows.
-        targets = torch.from_numpy(self._targets).to(self._device, self.dtype)
-        limits = torch.from_numpy(self._limits).to(self._device, self.dtype)
+        targets = torch.from_numpy(self._targets).to(self.dtype)
+        limits = torch.from_numpy(self._limits).to(self.dtype)
         return Context(
             self._observations,
             self._actions,
@@ -183,30 +184,16 @@ class Policy:
             last,
             targets,
             limits,
-            torch.from_numpy(self._seeds).to(self._device),
+            torch.from_numpy(self._seeds),
         )
 
     def _decide(self, context: Context) -> Decision:
-        """The method's decision; on CUDA the second one with as many episodes is captured, and later ones replay it."""
-        if self._device.type != "cuda":
+        if self._device.type == "cpu":
             return self.method.act(context)
         key = (self.count, self.method.config)
-        if self._graph is None or self._graph[0] != key:
-            self._graph = (key, None, None, None)  # the first time plainly: libraries set themselves up
-            return self.method.act(context)
-        if self._graph[1] is None:
-            inputs = Context(*(x if x is None else x.clone() for x in context))  # type: ignore[arg-type]
-            graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize(self._device)
-            with torch.cuda.graph(graph):
-                decision = self.method.act(inputs)
-            self._graph = (key, graph, inputs, decision)
-        _, graph, inputs, decision = self._graph
-        for into, value in zip(inputs, context, strict=True):
-            if value is not None:
-                into.copy_(value)
-        graph.replay()
-        return decision  # type: ignore[no-any-return]
+        if self._away is None or self._away.key != key:
+            self._away = _Away(key, self.method, self._device, context)
+        return self._away.act(context)
 
     def observe(self, rewards: npt.ArrayLike, costs: npt.ArrayLike) -> None:
         """What the last actions brought, for the rows that were active in them."""
@@ -249,6 +236,52 @@ class Policy:
         if len(rows) and (rows.min() < 0 or rows.max() >= self.count):
             raise QptError(f"there are {self.count} episodes; row {int(rows.max())} does not exist")
         return rows
+
+
+class _Away:
+    """Decisions on a GPU: one copy there, one copy back, and between them from the second on one captured graph."""
+
+    def __init__(self, key: Any, method: Algorithm, device: torch.device, like: Context) -> None:
+        self.key, self.method, self.device = key, method, device
+        given = [x for x in like if x is not None]
+        sizes = [-(-x.numel() * x.element_size() // 16) * 16 for x in given]  # aligned
+        self._here = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._there = torch.empty_like(self._here, device=device)
+
+        def views(buffer: Tensor) -> list[Tensor]:
+            starts = itertools.accumulate(sizes, initial=0)
+            parts = (
+                buffer[start : start + x.numel() * x.element_size()] for start, x in zip(starts, given, strict=False)
+            )
+            return [part.view(x.dtype).view(x.shape) for part, x in zip(parts, given, strict=True)]
+
+        self._fields, self._context = views(self._here), Context(*views(self._there))
+        self._graph: Any = None
+        self._calls = 0
+
+    def act(self, context: Context) -> Decision:
+        for field, value in zip(self._fields, context, strict=False):  # the caller draws no noise here
+            field.copy_(value)  # type: ignore[arg-type]
+        self._there.copy_(self._here, non_blocking=True)
+        self._calls += 1
+        if self._calls == 1 or self.device.type != "cuda":  # the first plainly: libraries set themselves up
+            self._result = self._packed()
+        elif self._graph is None:
+            torch.cuda.synchronize(self.device)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._result = self._packed()
+        if self._graph is not None:
+            self._graph.replay()
+        rows = self._result.cpu()  # [n, A + diagnostics]
+        width = rows.shape[1] - len(self._names)
+        return Decision(rows[:, :width], {name: rows[:, width + i] for i, name in enumerate(self._names)})
+
+    def _packed(self) -> Tensor:
+        decision = self.method.act(self._context)
+        self._names = list(decision.diagnostics)
+        columns = [x[:, None].to(decision.actions.dtype) for x in decision.diagnostics.values()]
+        return torch.cat([decision.actions, *columns], 1)
 
 
 def load_policy(

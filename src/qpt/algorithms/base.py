@@ -117,6 +117,7 @@ class Algorithm(Protocol):
     limit_mode: LimitMode
     context: int  # steps of history that `act` sees
     compilable: tuple[str, ...]  # methods that may be replaced by their compiled forms
+    training: bool  # nn.Module's
 
     def make_sampler(self, data: Trajectories, device: torch.device, seed: int) -> Sampler: ...
 
