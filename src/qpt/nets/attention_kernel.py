@@ -200,15 +200,16 @@ def _all_sizes(qkv: Tensor, heads: int, dropout: float) -> dict[str, Any]:
 
 def _sizes(q: Tensor, kv: Tensor, heads: int, dropout: float) -> dict[str, Any]:
     queries, keys = q.shape[1], kv.shape[1]
+    rows, columns = (max(16, triton.next_power_of_2(count)) for count in (queries, keys))
     return {
         "QUERIES": queries,
         "KEYS": keys,
         "HEADS": heads,
         "D": q.shape[-1] // heads,
-        "ROWS": max(16, triton.next_power_of_2(queries)),
-        "COLUMNS": max(16, triton.next_power_of_2(keys)),
+        "ROWS": rows,
+        "COLUMNS": columns,
         "DROPOUT": dropout > 0,
-        "num_warps": 4,
+        "num_warps": 1 if rows * columns <= 1024 else 4,
     }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qpt.nets.pointwise import mish
 
@@ -35,8 +36,7 @@ class StackedMLP(nn.Module):
     def forward(self, inputs: Tensor, frozen: bool = False) -> Tensor:
         """[..., in], shared by all members -> [E, ..., out]; frozen: no gradient into the weights."""
         shape = inputs.shape[:-1]
-        x = inputs.reshape(1, -1, inputs.shape[-1]).expand(self.members, -1, -1)
-        return self._run(x, frozen).reshape(self.members, *shape, -1)
+        return self._run(inputs.reshape(1, -1, inputs.shape[-1]), frozen).reshape(self.members, *shape, -1)
 
     def each(self, inputs: Tensor) -> Tensor:
         """[E, ..., in], an input of its own for every member -> [E, ..., out]."""
@@ -44,10 +44,15 @@ class StackedMLP(nn.Module):
         return self._run(x).reshape(*inputs.shape[:-1], -1)
 
     def _run(self, x: Tensor, frozen: bool = False) -> Tensor:
-        layers = len(self.weights)
+        layers, odd = len(self.weights), -x.shape[-1] % 8
+        if x.is_cuda and odd:  # rows of whole 16 bytes in bf16: the fast matrix kernels take no others
+            x = F.pad(x, (0, odd))
+        x = x.expand(self.members, -1, -1)
         for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             if frozen:
                 weight, bias = weight.detach(), bias.detach()
+            if x.shape[-1] > weight.shape[1]:
+                weight = F.pad(weight, (0, 0, 0, odd))
             if not x.is_cuda:
                 x = torch.baddbmm(bias, x, weight)
             elif weight.shape[-1] == 1:  # a product with one column is no work for a matrix unit, and stays exact

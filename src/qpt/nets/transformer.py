@@ -153,6 +153,8 @@ class TrajectoryTransformer(nn.Module):
         """
         x = self._embed(return_to_go, cost_to_go, observations, actions, steps).flatten(1, 2)  # [B, 4K, D]
         x = self.dropout(self.norm_in(x))
+        if torch.is_autocast_enabled(x.device.type):  # what blocks add up is then as narrow as what they add
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         for block in self.blocks[:-1]:
             x = block(x)
         final = cast(Block, self.blocks[-1])
