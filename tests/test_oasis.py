@@ -208,7 +208,7 @@ def test_generated_transitions_fit_together():
 
 
 def test_guidance_goes_beyond_the_conditional_prediction():
-    method, _ = make(replace(CONFIG, diffusion_steps=1, temperature=0.0))
+    method, _ = make(replace(CONFIG, diffusion_steps=1, temperature=0.0, clean_bound=10.0))
     method.float()
 
     def predict(x, _, wanted, keep):
@@ -221,6 +221,25 @@ def test_guidance_goes_beyond_the_conditional_prediction():
     expected = -method.diffusion.noise[0] * predicted / method.diffusion.signal[0]
     torch.testing.assert_close(out[:, 1, 0], expected.clamp(-10, 10))
     assert torch.equal(out[:, 0], first)
+
+
+def test_generation_stays_within_the_logged_range():
+    data = tiny_data()
+    method, _ = make(data=data)
+    spec = method.spec
+    states = np.concatenate([data.observations, data.final_observations])
+    farthest = np.abs((states - np.array(spec.observation_mean)) / np.array(spec.observation_std)).max(0)
+    np.testing.assert_allclose(method.bound.numpy(), farthest, rtol=1e-5)
+    other = OASIS(CONFIG, spec)
+    other.load_state_dict(method.state_dict())
+    assert torch.equal(other.bound.double(), method.bound)  # checkpoints hold it
+    method.float()
+    method.averaged_unet.forward = lambda x, *_: torch.full_like(x, -1e4)
+    out = method.denoise(torch.zeros(2, 3), torch.zeros(2, 2))
+    torch.testing.assert_close(out[:, 1:], method.bound.expand_as(out[:, 1:]))
+    paper = OASIS(replace(OASISConfig.preset("paper"), width=8, sequences=4), spec)
+    paper.make_sampler(data, CPU, 0)
+    assert paper.bound.tolist() == [10.0] * 3  # as published
 
 
 # -- stages ----------------------------------------------------------------------------------------------------------
@@ -247,6 +266,22 @@ def test_each_stage_moves_its_own_networks():
         assert bool(method.states.any()) == (stage == POLICY)  # generated when the last stage begins, not before
     assert stages == [0, 0, 0, 1, 1, 2, 2, 2, 2]
     assert int(method.step) == method.host_step == 9
+
+
+def test_the_averaged_generator_forgets_its_random_beginning():
+    data = tiny_data()
+    torch.manual_seed(0)
+    method = OASIS(replace(CONFIG, ema=0.9, steps=10_000), Spec.from_data(data))
+    sampler = method.make_sampler(data, CPU, 0)
+    for step in (1, 2, 500):
+        method.step.fill_(step - 1)
+        method.host_step = step - 1
+        before = [p.clone() for p in method.averaged_unet.parameters()]
+        method.update(sampler.sample())
+        rate = max(10 / (10 + step), 0.1)
+        pairs = zip(before, method.averaged_unet.parameters(), method.unet.parameters(), strict=True)
+        for old, new, online in pairs:
+            torch.testing.assert_close(new, old + rate * (online - old), rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("interrupted_at", [2, 3, 5, 7])

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qpt.algorithms.base import Context, Decision, LimitMode, Spec, adam, descend, frozen_copy, masked_mean, soft_update
+from qpt.algorithms.base import Context, Decision, LimitMode, Spec, adam, descend, frozen_copy, masked_mean
 from qpt.algorithms.bcq_lag import BCQLag, BCQLagConfig
 from qpt.data.sampling import TransitionBatch, TransitionSampler, Weighting, WindowSampler
 from qpt.data.trajectories import Trajectories
@@ -46,9 +46,9 @@ class OASISConfig:
     # -- size of the run
     steps: int = 100_000
     """Gradient steps of all stages together; a run that is resumed with more of them trains its policy longer."""
-    generator_share: float = 0.6
+    generator_share: float = 0.4
     """Share of the steps for the generator."""
-    labeler_share: float = 0.1
+    labeler_share: float = 0.15
     """Share of the steps for the labelers; the rest is the policy's."""
     stage_min: int = 500
     """Fewest steps of generator and of labelers, however short the run."""
@@ -74,8 +74,8 @@ class OASISConfig:
     """How episodes are drawn; "low-cost" never sees those above the ceiling."""
     cost_ceiling: float = 70.0
     """Ceiling of low-cost weighting."""
-    lr: float = 3e-4
-    """Learning rate of the generator."""
+    lr: float = 1e-3
+    """Learning rate of the generator (paper: 3e-5, for 200k steps)."""
     weight_decay: float = 1e-4
     """Decoupled weight decay of the generator."""
     warmup: int = 500
@@ -83,13 +83,13 @@ class OASISConfig:
     clip: float = 0.25
     """Gradient-norm clip of the generator."""
     ema: float = 0.999
-    """What the averaged generator keeps at every step (paper: about 0.9995)."""
+    """What the averaged generator keeps at every step (paper: about 0.9995); less at first."""
 
     # -- the labelers
     labeler_width: int = 256
     """Width of the labelers."""
-    labeler_lr: float = 3e-4
-    """Learning rate of the labelers."""
+    labeler_lr: float = 1e-3
+    """Learning rate of the labelers (paper: 1e-4, for 150k steps)."""
 
     # -- what is generated
     sequences: int = 6_000
@@ -104,6 +104,8 @@ class OASISConfig:
     """How far to go from the unconditional towards the conditional prediction, and beyond (1: just there)."""
     temperature: float = 0.5
     """Factor of the noise in generation."""
+    clean_bound: float | None = None
+    """Clip of the states foreseen on the way, in standard deviations; None: the farthest logged, in each dimension."""
 
     @property
     def generator_steps(self) -> int:
@@ -136,6 +138,7 @@ class OASISConfig:
                 sequences=12_000,
                 condition_costs=(0.5, 0.75, 1.0),
                 condition_returns=(0.9,),
+                clean_bound=10.0,
             )
         raise QptError(f"OASIS has no preset {name!r}; choose default or paper")
 
@@ -186,6 +189,11 @@ class SequenceSampler:
     def generator(self, generator: torch.Generator) -> None:
         self.transitions.generator = generator
 
+    @property
+    def states(self) -> Tensor:
+        """Every logged state, final ones included: [N, S]."""
+        return self._table[:, : -self.action_dim]
+
     def draw(self, count: int) -> tuple[Tensor, Tensor]:
         """Episodes and starts in them: [count] each."""
         u = torch.rand(2, count, generator=self.generator, device=self._table.device, dtype=torch.float64)
@@ -216,6 +224,7 @@ class OASIS(nn.Module):
     ends: Tensor
     least: Tensor
     spread: Tensor
+    bound: Tensor
     starts: Tensor
     states: Tensor
     actions: Tensor
@@ -242,6 +251,7 @@ class OASIS(nn.Module):
         self.register_buffer("least", torch.tensor([spec.return_min, 0.0]))
         spread = torch.tensor([spec.return_max - spec.return_min, spec.cost_max])
         self.register_buffer("spread", torch.where(spread > 0, spread, 1.0))
+        self.register_buffer("bound", torch.full((s,), config.clean_bound or 0.0))  # None: filled from the data
         longest = min(config.window, spec.horizon + 1)
         self.window = -(-longest // self.unet.shrink) * self.unet.shrink  # rounded up
         self.kept = min(config.kept, longest - 1)
@@ -277,7 +287,7 @@ class OASIS(nn.Module):
     def make_optimizers(self) -> None:
         """(Re)build the optimisers, after the module has moved to its device."""
         c = self.config
-        self.unet_parameters, self.unet_targets = list(self.unet.parameters()), list(self.averaged_unet.parameters())
+        self.unet_parameters, self.unet_targets = tuple(self.unet.parameters()), tuple(self.averaged_unet.parameters())
         self.generator_parameters = [*self.unet_parameters, *self.inverse.parameters()]
         self.labeler_parameters = list(self.labelers.parameters())
         self.policy.make_optimizers()
@@ -302,6 +312,8 @@ class OASIS(nn.Module):
             )
         sampler = SequenceSampler(data, c.batch_size, self.window, self.kept, c.weighting, c.cost_ceiling, device, seed)
         self.starts.copy_(sampler.starts(len(self.starts)))
+        if c.clean_bound is None:
+            self.bound.copy_(self.standardize(sampler.states).abs().amax(0))
         return sampler
 
     # -- 1 and 2: generator and labelers -------------------------------------------------------------------------------
@@ -368,7 +380,7 @@ class OASIS(nn.Module):
             informed, blind = self.averaged_unet(x.repeat(2, 1, 1), when, wanted.repeat(2, 1), keep).chunk(2)
             noise = c.temperature * torch.randn_like(x)
             predicted = blind + c.guidance * (informed - blind)
-            x = self.diffusion.denoise(x, step, predicted, noise, clean_bound=10.0, posterior=True)
+            x = self.diffusion.denoise(x, step, predicted, noise, clean_bound=self.bound, posterior=True)
         x[:, 0] = first
         return x
 
@@ -414,7 +426,12 @@ class OASIS(nn.Module):
         keep = (torch.rand(count, device=device) >= c.condition_dropout).to(batch.states.dtype)
         noise_loss, action_loss = self.generator_loss(batch, step, torch.randn_like(batch.states), keep)
         descend(optimizer, 0.5 * (noise_loss + action_loss), [self.generator_parameters], c.clip)
-        soft_update(self.unet_targets, self.unet_parameters, 1 - c.ema)
+        # A short run must not average its random beginning: the memory spans about a tenth of the steps, until `ema`'s.
+        rate = (10 / (10 + self.step)).clamp(min=1 - c.ema)
+        with torch.no_grad():
+            drift = torch._foreach_sub(self.unet_parameters, self.unet_targets)
+            torch._foreach_mul_(drift, rate)
+            torch._foreach_add_(self.unet_targets, drift)
         return {"generator/loss": noise_loss.detach(), "generator/inverse_loss": action_loss.detach()}
 
     def act(self, context: Context) -> Decision:

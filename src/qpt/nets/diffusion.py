@@ -62,7 +62,7 @@ class Diffusion(nn.Module):
         predicted: Tensor,
         noise: Tensor,
         *,
-        clean_bound: float | None = None,
+        clean_bound: float | Tensor | None = None,
         posterior: bool = False,
     ) -> Tensor:
         """x_{t-1} from x_t and the predicted noise; the last step (0) adds none.
@@ -72,7 +72,7 @@ class Diffusion(nn.Module):
         """
         clean = (noisy - self.noise[step] * predicted) / self.signal[step]
         if clean_bound is not None:
-            clean = clean.clamp(-clean_bound, clean_bound)
+            clean = clean.clamp(-clean_bound, clean_bound)  # type: ignore[arg-type]  # both kinds work
         mean = self.to_clean[step] * clean + self.to_noisy[step] * noisy
         if step == 0:
             return mean
