@@ -15,6 +15,7 @@ from qpt.algorithms.base import Context, Spec, discounted_limit
 from qpt.algorithms.qpt import QPT, QPTConfig
 from qpt.data.sampling import WindowBatch
 from qpt.errors import QptError
+from qpt.policy import Policy
 
 SMALL = {
     "width": 16,
@@ -308,14 +309,15 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
         if c.budget_critics:
             parts.append(context.cost_to_go[row, n - 1 : n].clamp(min=0) * 4 / max(method.spec.cost_max, 1.0))
             blind.append(torch.zeros(1).double())
-        qr = min(mlp(method.target_reward_critics, i, torch.cat([*parts, action])).item() for i in (0, 1))
         tested = [action]
         for dimension in range(len(action) if c.test_radius else 0):
             for sign in (-1, 1):
                 tested.append(action.clone())
                 tested[-1][dimension] = min(max(action[dimension].item() + sign * c.test_radius, -1.0), 1.0)
-        qc = -np.inf
+        qr, qc = np.inf, -np.inf
         for one in tested:
+            y = torch.cat([*parts, one])
+            qr = min(qr, *(mlp(method.target_reward_critics, i, y).item() for i in (0, 1)))
             y = torch.cat([*blind, one])
             twins = [mlp(method.target_cost_critics, i, y).item() / method.cost_scale for i in (0, 1)]
             qc = max(qc, min(twins) if c.cost_reduction == "min" else max(twins))
@@ -365,6 +367,24 @@ def test_decisions_equal_the_slow_reference(noise_mode: str, extra: dict[str, An
             assert bool(decision.diagnostics["fallback"][row]) == fallback
     shares = decision.diagnostics["fallback"].mean().item()
     assert 0 < shares < 1  # both branches were taken
+
+
+@pytest.mark.parametrize(("history", "alike"), [(1, True), (2, False), (None, False)])
+def test_with_a_history_of_one_step_the_past_counts_only_by_what_it_left(history: int | None, alike: bool) -> None:
+    method, batch = make(candidates=5, history=history, bootstrap="policy", budget_critics=False, n_step=3)
+    policy = Policy(method.eval(), dtype=torch.float64)
+    policy.reset(2, cost_limits=6.0, seeds=[3, 3])
+    seen = np.array([[[1.0, 0.0, 0.0], [-1.0, 2.0, 0.5]], [[0.3, 0.2, 0.1]] * 2])  # two pasts, one present
+    policy.act(seen[0])
+    policy.observe([1.0, 1.0], [2.0, 2.0])
+    first, second = policy.act(seen[1])
+    assert np.array_equal(first, second) == alike
+    # Training sees whole windows all the same.
+    other, _ = make(candidates=5, bootstrap="policy", budget_critics=False, n_step=3)
+    draw = torch.zeros(len(batch.rewards)).double()
+    assert method.critic_loss(batch, draw)[0].item() == other.eval().critic_loss(batch, draw)[0].item()
+    with pytest.raises(QptError, match="history"):
+        make(history=6)
 
 
 def test_selection_rules() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qpt.envs.toy import stitching
+from qpt.envs.toy import OraclePolicy, stitching
 
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "toy.py"
 
@@ -46,9 +46,19 @@ def test_rows_are_shares_of_the_optimum_and_an_episode_beyond_the_limit_earns_no
         returns = np.array([2.0, 4.0, 6.0, 8.0, 1.0, 1.0, 1.0, 1.0])
         costs = np.array([0.0, 99.0, 0.0, 99.0, 0.0, 0.0, 0.0, 0.0])
 
-    monkeypatch.setattr(proof, "evaluate", lambda *_args, **_more: Found)
+    class Best(Found):  # of the optimal policy, from the same starts
+        returns = np.array([9.0, 9.0, 11.0, 11.0, 12.0, 12.0, 12.0, 12.0])
+
+    asked = []
+
+    def evaluate(policy: Any, *_args: Any, **more: Any) -> Any:
+        asked.append(more)
+        return Best if isinstance(policy, OraclePolicy) else Found
+
+    monkeypatch.setattr(proof, "evaluate", evaluate)
     rows = proof.run("stitching", 0, "bc-all", {"steps": 1})
-    best = [toy.optimal_return(limit) for limit in toy.cost_limits]
+    best = [10.0, 12.0]
+    assert asked[0] == asked[1]  # the same seed, episodes and limits
     assert [row["share"] for row in rows] == pytest.approx([5.0 / best[0], 1.0 / best[1]])
     assert [row["share_within"] for row in rows] == pytest.approx([2.0 / best[0], 1.0 / best[1]])
     assert [row["cost"] for row in rows] == pytest.approx([49.5, 0.0])

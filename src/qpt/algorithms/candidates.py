@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from qpt.algorithms.base import Context, Decision, discounted_limit
+from qpt.algorithms.qpt_config import Reduction
+from qpt.nets.mlp import StackedMLP
 from qpt.nets.noise import episode_normal, episode_uniform
 
 if TYPE_CHECKING:
@@ -125,19 +127,19 @@ def score(method: QPT, context: Context, actions: Tensor) -> tuple[Tensor, Tenso
     c = method.config
     budgets, steps = context.now(context.cost_to_go), context.now(context.steps)
     seen, unaware = method.features(context.now(context.observations), budgets, steps)
-
-    def beside(features: Tensor) -> Tensor:
-        return torch.cat([features[:, None].expand(-1, actions.shape[1], -1), actions], -1)
-
-    reward_q = method.reduce(method.target_reward_critics(beside(seen))[..., 0], c.reward_reduction)
-    cost_q = method.reduce(method.target_cost_critics(beside(unaware))[..., 0], c.cost_reduction)
-    if c.test_radius:  # between what the data support the critics only interpolate: the dearest neighbour counts
-        size = actions.shape[-1]
+    count, size = actions.shape[1:]
+    tried = actions
+    if c.test_radius:  # between what the data support the critics only interpolate: the worst neighbour counts
         step = c.test_radius * torch.eye(size, dtype=actions.dtype, device=actions.device)
-        near = (actions[:, :, None] + torch.cat([step, -step])).clamp(-1, 1).flatten(1, 2)  # [n, m * 2A, A]
-        wide = torch.cat([unaware[:, None].expand(-1, near.shape[1], -1), near], -1)
-        around = method.reduce(method.target_cost_critics(wide)[..., 0], c.cost_reduction)
-        cost_q = torch.maximum(cost_q, torch.unflatten(around, 1, (-1, 2 * size)).amax(2))
+        around = torch.cat([torch.zeros_like(step[:1]), step, -step])
+        tried = (actions[:, :, None] + around).clamp(-1, 1).flatten(1, 2)  # [n, m * (2A + 1), A]
+
+    def q(critics: StackedMLP, features: Tensor, how: Reduction) -> Tensor:
+        inputs = torch.cat([features[:, None].expand(-1, tried.shape[1], -1), tried], -1)
+        return torch.unflatten(method.reduce(critics(inputs)[..., 0], how), 1, (count, -1))
+
+    reward_q = q(method.target_reward_critics, seen, c.reward_reduction).amin(2)
+    cost_q = q(method.target_cost_critics, unaware, c.cost_reduction).amax(2)
     return reward_q, cost_q / method.cost_scale
 
 

@@ -43,7 +43,7 @@ class QPT(nn.Module):
 
     def __init__(self, config: QPTConfig, spec: Spec) -> None:
         super().__init__()
-        self.config, self.spec, self.context = config, spec, config.context
+        self.config, self.spec = config, spec
         largest = max(abs(spec.return_min), abs(spec.return_max), 1e-6)
         self.transformer = TrajectoryTransformer(
             torch.tensor(spec.observation_mean),
@@ -87,6 +87,11 @@ class QPT(nn.Module):
         )
         self.autocast = False  # set by the loop where bf16 pays
         self.make_optimizers()
+
+    @property
+    def context(self) -> int:
+        """Steps that a decision sees."""
+        return self.config.history or self.config.context
 
     def make_optimizers(self) -> None:
         """(Re)build the optimisers, after the module has moved to its device."""
@@ -165,9 +170,7 @@ class QPT(nn.Module):
         with torch.no_grad():
             if c.bootstrap == "policy":
                 last, states = None, seen
-                if (
-                    self.n_step >= self.context
-                ):  # every target bootstraps from the window's last step: one action will do
+                if self.n_step >= c.context:  # every target bootstraps from the window's last step: one action will do
                     last = (batch.mask.sum(1) - 1).clamp(min=0)
                     states = seen.gather(1, last[:, None, None].expand(-1, 1, seen.shape[-1]))
                 acted = torch.cat([states, self.policy(batch, target=True, last=last)], -1)

@@ -129,6 +129,9 @@ class QPTConfig:
     """ρ of the target critics (paper: that of the policy)."""
 
     # -- candidates and the test, at deployment
+    history: int | None = None
+    """Steps that a decision sees, the current one among them; None: as many as in training. With a past the policy goes
+    on as whoever it has followed so far; 1 lets it change over to another logged behaviour."""
     inference_with_candidates: bool = True
     """Choose among candidates by the critics (switch 4 of the ablation)."""
     candidates: int = 50
@@ -146,8 +149,8 @@ class QPTConfig:
     test_offset: float = 0.0
     """Added to Q^c in the test (see `qpt calibrate`)."""
     test_radius: float = 0.0
-    """The test takes the largest Q^c among the action and its neighbours so far away in either direction of each
-    dimension: an action between two that the data know can look half as dear as it is."""
+    """The worst counts, the largest Q^c and the least Q^r, of the action and its neighbours so far away in either
+    direction of each dimension: an action between two that the data know can look cheaper or better than it is."""
     fallback: Literal["least-cost", "ignore", "tradeoff"] = "least-cost"
     """When no candidate is feasible: the least Q^c, the largest Q^r, or the trade-off."""
     selection: Literal["constrained", "tradeoff", "shield"] = "shield"
@@ -170,6 +173,8 @@ class QPTConfig:
         for name in ("steps", "batch_size", "context", "width", "layers", "heads", "critic_width", "candidates"):
             if getattr(self, name) < 1:
                 raise QptError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.history is not None and not 1 <= self.history <= self.context:
+            raise QptError(f"history is from 1 to the context of {self.context} steps, not {self.history}")
         if not 0 <= self.decay <= 1:
             raise QptError(f"decay is a share of the steps, from 0 to 1, not {self.decay:g}")
         if not 0 < self.discount <= 1 or not 0 < self.cost_discount <= 1:
