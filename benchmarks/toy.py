@@ -66,6 +66,7 @@ QPT: dict[str, Any] = {  # what the plain transformer has no use for
     "candidates": 64,  # spread widely: the pair that asks for the best way is not the one that the data suggest
     "rtg_noise": 1.0,
     "ctg_noise": 2.0,
+    "limit_factor": 1.0,  # costs are whole numbers here, and can be met exactly
     "test_offset": 0.25,
     "test_radius": 0.3,  # a little less than half a move's band
 }

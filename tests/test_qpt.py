@@ -280,6 +280,9 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
     """One episode, one candidate at a time, as the paper's inference reads."""
     c = method.config
     n = int(context.last[row]) + 1
+    spent = context.cost_limit[row] - context.cost_to_go[row, :n]
+    aim = c.limit_factor * context.cost_limit[row]
+    cost_to_go = aim - spent
     from qpt.nets.noise import episode_normal
 
     step = context.steps[row, n - 1] if c.noise_mode == "step" else torch.tensor(0)
@@ -287,8 +290,8 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
     best, best_value, least, least_value = None, -np.inf, None, np.inf
     for j in range(c.candidates):
         dr = 0.0 if j == 0 else noise[j].item() * c.rtg_noise * abs(context.return_target[row].item())
-        dc = 0.0 if j == 0 else noise[c.candidates + j].item() * c.ctg_noise * context.cost_limit[row].item()
-        r, g = context.return_to_go[row, :n].clone(), context.cost_to_go[row, :n].clone()
+        dc = 0.0 if j == 0 else noise[c.candidates + j].item() * c.ctg_noise * aim.item()
+        r, g = context.return_to_go[row, :n].clone(), cost_to_go.clone()
         if c.noise_mode == "step":
             r[-1], g[-1] = r[-1] + dr, g[-1] + dc
         else:
@@ -307,7 +310,7 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
             parts.append(context.steps[row, n - 1 : n].double() * 2 / method.spec.horizon - 1)
             blind = list(parts)
         if c.budget_critics:
-            parts.append(context.cost_to_go[row, n - 1 : n].clamp(min=0) * 4 / max(method.spec.cost_max, 1.0))
+            parts.append(cost_to_go[-1:].clamp(min=0) * 4 / max(method.spec.cost_max, 1.0))
             blind.append(torch.zeros(1).double())
         tested = [action]
         for dimension in range(len(action) if c.test_radius else 0):
@@ -321,7 +324,7 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
             y = torch.cat([*blind, one])
             twins = [mlp(method.target_cost_critics, i, y).item() / method.cost_scale for i in (0, 1)]
             qc = max(qc, min(twins) if c.cost_reduction == "min" else max(twins))
-        limit = context.cost_to_go[row, n - 1].item()
+        limit = cost_to_go[-1].item()
         if c.cost_test == "horizon":
             h = max(method.spec.horizon - int(context.steps[row, n - 1]), 1)
             limit = sum(c.cost_discount**i for i in range(h)) / h * max(limit, 0.0)
@@ -340,6 +343,7 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
         {"cost_test": "horizon", "cost_reduction": "max"},
         {"budget_critics": True, "time_critics": True, "ctg_noise": 0.3},
         {"test_radius": 0.3, "ctg_noise": 0.3},
+        {"limit_factor": 0.6, "ctg_noise": 0.3},
     ],
 )
 def test_decisions_equal_the_slow_reference(noise_mode: str, extra: dict[str, Any]) -> None:

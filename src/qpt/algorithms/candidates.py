@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @torch.no_grad()
 def decide(method: QPT, context: Context) -> Decision:
     """argmax_j Q^r(s, a_j) subject to Q^c(s, a_j) <= remaining budget, over the candidates' actions a_j."""
-    c = method.config
+    c, context = method.config, aimed(method, context)
     count = c.candidates if c.inference_with_candidates else 1
     proposed = propose(method, context, count)  # [n, m, A]
     rows = torch.arange(proposed.shape[0], device=proposed.device)
@@ -30,6 +30,14 @@ def decide(method: QPT, context: Context) -> Decision:
     return Decision(
         proposed[rows, chosen],
         {"fallback": infeasible.float(), "reward_q": reward_q[rows, chosen], "cost_q": cost_q[rows, chosen]},
+    )
+
+
+def aimed(method: QPT, context: Context) -> Context:
+    """The context with the limit that is aimed at in place of the one that was set."""
+    kept_back = (1 - method.config.limit_factor) * context.cost_limit
+    return context._replace(
+        cost_to_go=context.cost_to_go - kept_back[:, None], cost_limit=context.cost_limit - kept_back
     )
 
 

@@ -132,6 +132,9 @@ class QPTConfig:
     history: int | None = None
     """Steps that a decision sees, the current one among them; None: as many as in training. With a past the policy goes
     on as whoever it has followed so far; 1 lets it change over to another logged behaviour."""
+    limit_factor: float = 0.95
+    """Share of the limit that decisions aim at (paper: 1): the realised cost lies on both sides of what is aimed at,
+    and its mean shall not exceed the limit."""
     inference_with_candidates: bool = True
     """Choose among candidates by the critics (switch 4 of the ablation)."""
     candidates: int = 50
@@ -175,6 +178,8 @@ class QPTConfig:
                 raise QptError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.history is not None and not 1 <= self.history <= self.context:
             raise QptError(f"history is from 1 to the context of {self.context} steps, not {self.history}")
+        if not 0 < self.limit_factor <= 1:
+            raise QptError(f"limit_factor is a share of the limit, above 0 and at most 1, not {self.limit_factor:g}")
         if not 0 <= self.decay <= 1:
             raise QptError(f"decay is a share of the steps, from 0 to 1, not {self.decay:g}")
         if not 0 < self.discount <= 1 or not 0 < self.cost_discount <= 1:
@@ -187,7 +192,11 @@ class QPTConfig:
             return cls()
         if name == "transformer":  # the plain conditional transformer with augmentation: switches 2 to 4 off
             return replace(
-                cls(), train_with_reward_critic=False, train_with_cost_critic=False, inference_with_candidates=False
+                cls(),
+                train_with_reward_critic=False,
+                train_with_cost_critic=False,
+                limit_factor=1.0,
+                inference_with_candidates=False,
             )
         if name == "paper":
             return replace(
@@ -217,6 +226,7 @@ class QPTConfig:
                 normalizer="batch",
                 lr=1e-4,
                 critic_lr=1e-4,
+                limit_factor=1.0,
                 inference_with_candidates=True,
                 candidates=50,
                 rtg_noise=0.05,
