@@ -3,9 +3,9 @@
 A worker owns some slots of each group. To step a group, the parent fills in one command a slot (idle, reset or step),
 wakes the workers with one byte each, and reads the arrays when every worker has answered with one byte. With two groups
 workers step one while the parent decides for the other: the byte that asks for a group waits in the pipe, so that a
-worker goes on without sleeping. Pipes are as fast as semaphores here, and their end-of-file tells at once when the
-other side has died, so a dead worker is noticed without polling and a dead parent leaves no orphan. Nothing is pickled
-but the task, once, when a worker starts.
+worker goes on without sleeping, and one without a command looks for it a while before it sleeps. Pipes are as fast as
+semaphores here, and their end-of-file tells at once when the other side has died, so a dead worker is noticed without
+polling and a dead parent leaves no orphan. Nothing is pickled but the task, once, when a worker starts.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from qpt.errors import QptError
 from qpt.tasks import Task
 
 _NAMES = (b"a", b"b")  # of the groups, in the pipe
+LOOK_SECONDS = 0.002  # how long a worker looks for its next command before it sleeps: to be woken costs a step's time
 START_SECONDS = 180.0  # what a worker may take to start, import its simulator and make its first environment
 
 
@@ -298,9 +299,11 @@ def _main() -> None:
     task, sizes, one_env = pickle.loads(_read(0, size))  # from our own parent, through a private pipe
     arrays = share(fd, sizes)
     block = _Block(task, [range(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True)], arrays, index, one_env)
+    poller = select.poll()
+    poller.register(0, select.POLLIN)
     with contextlib.suppress(BrokenPipeError):  # the parent is gone: so are we
         answer = b"k"
-        while answer == b"k" and (name := os.read(0, 1)):
+        while answer == b"k" and (name := _next(poller)):
             try:
                 block.run(_NAMES.index(name))
             except Exception as error:
@@ -311,6 +314,14 @@ def _main() -> None:
                 answer = b"q" if ours else b"e"
             os.write(reply, answer)
     block.close()
+
+
+def _next(poller: select.poll) -> bytes:
+    """The next command; whoever else wants this core while we look for it gets it."""
+    until = time.perf_counter() + LOOK_SECONDS
+    while not poller.poll(0) and time.perf_counter() < until:
+        os.sched_yield()
+    return os.read(0, 1)
 
 
 def _leave_with_parent(line: int) -> None:
