@@ -217,6 +217,52 @@ def test_an_action_that_does_not_fit_is_worth_less_than_its_state(penalty: float
     assert metrics["critic/reward_loss"].item() == pytest.approx(2 * np.mean(np.square(targets)), rel=1e-9)
 
 
+def test_support_loss_tells_logged_actions_from_drawn_ones() -> None:
+    method, batch = make(support=0.5)
+    draw = torch.ones(len(batch.rewards)).double()
+    actions = 2 * torch.rand_like(batch.actions) - 1
+    loss, metrics = method.critic_loss(batch, draw, actions)
+    errors = []
+    for b, m in batch.mask.nonzero().tolist():
+        _, seen = method.features(batch.observations[b, m], draw[b], batch.steps[b, m])
+        logged, drawn = (mlp(method.likelihood, 0, torch.cat([seen, a[b, m]])) for a in (batch.actions, actions))
+        errors.append(-(torch.sigmoid(logged).log() + (1 - torch.sigmoid(drawn)).log()).item())
+    assert metrics["critic/support_loss"].item() == pytest.approx(np.mean(errors), rel=1e-9)
+    assert (loss - method.critic_loss(batch, draw)[0]).item() == pytest.approx(np.mean(errors), rel=1e-6)
+
+
+def test_likely_candidates_pass_the_ratio_and_all_do_where_none_does() -> None:
+    method, _ = make(support=0.5)
+    context = random_context(method, 6)
+    actions = (2 * torch.rand(6, 8, method.spec.action_dim) - 1).double()
+    _, seen = method.features(
+        context.now(context.observations), context.now(context.cost_to_go), context.now(context.steps)
+    )
+    with torch.no_grad():
+        ratios = np.exp(
+            [[mlp(method.likelihood, 0, torch.cat([seen[n], a])).item() for a in actions[n]] for n in range(6)]
+        )
+        method.config = replace(method.config, support=float(np.quantile(ratios[0], 0.4)))
+        expected = ratios >= method.config.support
+        expected[~expected.any(1)] = True
+        found = candidates.supported(method, context, actions)
+    assert 0 < expected[0].sum() < 8
+    assert found is not None
+    assert found.tolist() == expected.tolist()
+
+
+def test_only_likely_candidates_count() -> None:
+    method, _ = make(candidates=4, selection="constrained", cost_test="literal")
+    context = random_context(method, 2)
+    budget = context.now(context.cost_to_go)
+    reward_q = torch.tensor([[1.0, 3.0, 2.0, 9.0]] * 2).double()
+    cost_q = budget[:, None] + torch.tensor([[-3.0, -3.0, -2.0, 9.0], [7.0, 6.0, 8.0, 9.0]]).double()
+    likely = torch.tensor([[True, False, True, True]] * 2)
+    chosen, infeasible = candidates.choose(method, context, reward_q, cost_q, likely)
+    assert chosen.tolist() == [2, 0]  # not the better 1; not the cheaper 1
+    assert infeasible.tolist() == [False, True]
+
+
 def test_learning_rates_fall_to_0_at_the_end() -> None:
     method, batch = make(steps=10, decay=0.5, warmup=2, lr=1e-3, critic_lr=2e-3)
     method = method.float()
@@ -288,6 +334,7 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
     step = context.steps[row, n - 1] if c.noise_mode == "step" else torch.tensor(0)
     noise = episode_normal(context.seeds[row : row + 1], step[None], 2 * c.candidates)[0]
     best, best_value, least, least_value = None, -np.inf, None, np.inf
+    scored = []
     for j in range(c.candidates):
         dr = 0.0 if j == 0 else noise[j].item() * c.rtg_noise * abs(context.return_target[row].item())
         dc = 0.0 if j == 0 else noise[c.candidates + j].item() * c.ctg_noise * aim.item()
@@ -328,6 +375,10 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
         if c.cost_test == "horizon":
             h = max(method.spec.horizon - int(context.steps[row, n - 1]), 1)
             limit = sum(c.cost_discount**i for i in range(h)) / h * max(limit, 0.0)
+        ratio = np.exp(mlp(method.likelihood, 0, torch.cat([*blind, action])).item()) if c.support else np.inf
+        scored.append((action, qr, qc, ratio))
+    likely = [one for one in scored if one[3] >= c.support]
+    for action, qr, qc, _ in likely or scored:
         if qc <= limit + (c.budget_margin if c.budget_critics else 0.0) and qr > best_value:
             best, best_value = action, qr
         if qc < least_value:
@@ -344,6 +395,7 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
         {"budget_critics": True, "time_critics": True, "ctg_noise": 0.3},
         {"test_radius": 0.3, "ctg_noise": 0.3},
         {"limit_factor": 0.6, "ctg_noise": 0.3},
+        {"support": 0.9, "ctg_noise": 0.3},
     ],
 )
 def test_decisions_equal_the_slow_reference(noise_mode: str, extra: dict[str, Any]) -> None:

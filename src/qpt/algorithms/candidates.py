@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from qpt.algorithms.base import Context, Decision, discounted_limit
 from qpt.algorithms.qpt_config import Reduction
+from qpt.errors import QptError
 from qpt.nets.mlp import StackedMLP
 from qpt.nets.noise import episode_normal, episode_uniform
 
@@ -26,7 +28,7 @@ def decide(method: QPT, context: Context) -> Decision:
     if count == 1:
         return Decision(proposed[:, 0], {"fallback": torch.zeros(proposed.shape[0], device=proposed.device)})
     reward_q, cost_q = score(method, context, proposed)
-    chosen, infeasible = choose(method, context, reward_q, cost_q)
+    chosen, infeasible = choose(method, context, reward_q, cost_q, supported(method, context, proposed))
     return Decision(
         proposed[rows, chosen],
         {"fallback": infeasible.float(), "reward_q": reward_q[rows, chosen], "cost_q": cost_q[rows, chosen]},
@@ -151,8 +153,23 @@ def score(method: QPT, context: Context, actions: Tensor) -> tuple[Tensor, Tenso
     return reward_q, cost_q / method.cost_scale
 
 
-def choose(method: QPT, context: Context, reward_q: Tensor, cost_q: Tensor) -> tuple[Tensor, Tensor]:
-    """Index of the chosen candidate [n], and whether none was feasible [n]."""
+def supported(method: QPT, context: Context, actions: Tensor) -> Tensor | None:
+    """Which candidates the logged actions make likely enough [n, m]: all where none is; None without support."""
+    if not method.config.support:
+        return None
+    if method.likelihood is None:
+        raise QptError("support needs a policy that was trained with it; train one with --support, or leave it at 0")
+    budgets, steps = context.now(context.cost_to_go), context.now(context.steps)
+    _, unaware = method.features(context.now(context.observations), budgets, steps)
+    inputs = torch.cat([unaware[:, None].expand(-1, actions.shape[1], -1), actions], -1)
+    likely: Tensor = method.likelihood(inputs)[0, ..., 0] >= math.log(method.config.support)
+    return likely | ~likely.any(1, keepdim=True)
+
+
+def choose(
+    method: QPT, context: Context, reward_q: Tensor, cost_q: Tensor, likely: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Index of the chosen candidate [n], and whether none was feasible [n]; only `likely` ones count, if given."""
     c = method.config
     balance = reward_q - c.tradeoff * method.reward_scale * cost_q
     if c.selection == "tradeoff":
@@ -168,8 +185,10 @@ def choose(method: QPT, context: Context, reward_q: Tensor, cost_q: Tensor) -> t
         if c.cost_test == "none":
             feasible = torch.ones_like(feasible)
         value = reward_q
-    infeasible = ~feasible.any(1)
     fallback = {"least-cost": -cost_q, "ignore": reward_q, "tradeoff": balance}[c.fallback]
+    if likely is not None:
+        feasible, fallback = feasible & likely, fallback.masked_fill(~likely, float("-inf"))
+    infeasible = ~feasible.any(1)
     value = torch.where(infeasible[:, None], fallback, value.masked_fill(~feasible, float("-inf")))
     if c.choice == "softmax":  # drawn by the Gumbel trick, from the episode's own noise
         uniform = draw(method, context, value.shape[1], CHOOSE)

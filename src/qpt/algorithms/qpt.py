@@ -11,6 +11,7 @@ import itertools
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import softplus
 
 from qpt.algorithms import candidates
 from qpt.algorithms.base import (
@@ -68,6 +69,8 @@ class QPT(nn.Module):
         self.reward_critics = StackedMLP(2, [inputs + spec.action_dim, *hidden, 1])
         self.cost_critics = StackedMLP(2, [inputs + spec.action_dim, *hidden, 1])
         self.values = StackedMLP(2, [inputs, *hidden, 1])  # of reward and of cost; learned with bootstrap "expectile"
+        # Tells logged actions from drawn ones: the logarithm of how many times as likely an action is among the logged.
+        self.likelihood = StackedMLP(1, [inputs + spec.action_dim, *hidden, 1]) if config.support else None
         self.target_transformer, self.target_head = frozen_copy(self.transformer), frozen_copy(self.head)
         self.target_reward_critics = frozen_copy(self.reward_critics)
         self.target_cost_critics = frozen_copy(self.cost_critics)
@@ -101,6 +104,7 @@ class QPT(nn.Module):
         self.critic_parameters = [*self.reward_critics.parameters(), *self.cost_critics.parameters()]
         self.critic_targets = [*self.target_reward_critics.parameters(), *self.target_cost_critics.parameters()]
         learned = [self.reward_critics, self.cost_critics, *([self.values] if c.bootstrap == "expectile" else [])]
+        learned += [self.likelihood] if self.likelihood else []
         self.learned_critics = [list(part.parameters()) for part in learned]  # clipped apart: no signal drowns another
         self.optimizers: dict[str, torch.optim.Optimizer] = {
             "policy": adam(self.policy_parameters, c.lr, weight_decay=c.weight_decay, betas=c.betas),
@@ -155,8 +159,13 @@ class QPT(nn.Module):
 
     # -- losses --------------------------------------------------------------------------------------------------------
 
-    def critic_loss(self, batch: WindowBatch, budget_draw: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean squared error of all four critics to their n-step targets (and of the values to their expectiles)."""
+    def critic_loss(
+        self, batch: WindowBatch, budget_draw: Tensor, action_draw: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Mean squared error of all four critics to their n-step targets (and of the values to their expectiles).
+
+        With support, also the cross-entropy of telling logged actions from drawn ones [B, K, A].
+        """
         c = self.config
         rewards, costs, budgets = batch.rewards * self.reward_scale, batch.costs * self.cost_scale, batch.cost_to_go
         if c.budget_critics:  # before each step of the window
@@ -211,6 +220,11 @@ class QPT(nn.Module):
             value_loss = masked_mean(expectile_loss(reward_goal - values[0], c.reward_expectile), fits)
             value_loss = value_loss + masked_mean(expectile_loss(cost_goal - values[1], c.cost_expectile), batch.mask)
             loss, metrics["critic/value_loss"] = loss + value_loss, value_loss.detach()
+        if self.likelihood is not None and action_draw is not None:
+            genuine = self.q(self.likelihood, logged_cost)[0]
+            drawn = self.q(self.likelihood, torch.cat([unaware, action_draw], -1))[0]
+            support_loss = masked_mean(softplus(-genuine) + softplus(drawn), batch.mask)
+            loss, metrics["critic/support_loss"] = loss + support_loss, support_loss.detach()
         return loss, metrics
 
     def policy_loss(self, batch: WindowBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -255,7 +269,7 @@ class QPT(nn.Module):
         if self.uses_critics:
             if c.decay:
                 self.optimizers["critics"].param_groups[0]["lr"].copy_(c.critic_lr * left)
-            critic_loss, metrics = self.critic_loss(batch, self._draw_budgets(batch))
+            critic_loss, metrics = self.critic_loss(batch, self._draw_budgets(batch), self._draw_actions(batch))
             descend(self.optimizers["critics"], critic_loss, self.learned_critics, c.critic_clip)
 
         optimizer = self.optimizers["policy"]
@@ -272,6 +286,10 @@ class QPT(nn.Module):
         """Budgets at the start of each window, denser near 0 where they bind; those of hindsight would say nothing."""
         u = torch.rand(len(batch.rewards), device=batch.rewards.device, dtype=batch.rewards.dtype)
         return u.square() * self.spec.cost_max
+
+    def _draw_actions(self, batch: WindowBatch) -> Tensor | None:
+        """Actions from anywhere in the range, for the classifier."""
+        return 2 * torch.rand_like(batch.actions) - 1 if self.config.support else None
 
     def act(self, context: Context) -> Decision:
         return candidates.decide(self, context)

@@ -154,6 +154,10 @@ class QPTConfig:
     test_radius: float = 0.0
     """The worst counts, the largest Q^c and the least Q^r, of the action and its neighbours so far away in either
     direction of each dimension: an action between two that the data know can look cheaper or better than it is."""
+    support: float = 0.0
+    """Candidates count while they are at least so many times as likely, among logged actions, as an action drawn evenly
+    from the whole range; if none is, all do. The policy averages over what was logged, and in between the critics only
+    interpolate. Above 0, a classifier learns to tell logged actions from drawn ones, which gives that ratio."""
     fallback: Literal["least-cost", "ignore", "tradeoff"] = "least-cost"
     """When no candidate is feasible: the least Q^c, the largest Q^r, or the trade-off."""
     selection: Literal["constrained", "tradeoff", "shield"] = "shield"
@@ -176,6 +180,8 @@ class QPTConfig:
         for name in ("steps", "batch_size", "context", "width", "layers", "heads", "critic_width", "candidates"):
             if getattr(self, name) < 1:
                 raise QptError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.support < 0:
+            raise QptError(f"support is a ratio of likelihoods, at least 0, not {self.support:g}")
         if self.history is not None and not 1 <= self.history <= self.context:
             raise QptError(f"history is from 1 to the context of {self.context} steps, not {self.history}")
         if not 0 < self.limit_factor <= 1:
