@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any, Literal
 
@@ -249,11 +248,8 @@ class _Away:
         self._there = torch.empty_like(self._here, device=device)
 
         def views(buffer: Tensor) -> list[Tensor]:
-            starts = itertools.accumulate(sizes, initial=0)
-            parts = (
-                buffer[start : start + x.numel() * x.element_size()] for start, x in zip(starts, given, strict=False)
-            )
-            return [part.view(x.dtype).view(x.shape) for part, x in zip(parts, given, strict=True)]
+            parts = zip(torch.split(buffer, sizes), given, strict=True)
+            return [part[: x.numel() * x.element_size()].view(x.dtype).view(x.shape) for part, x in parts]
 
         self._fields, self._context = views(self._here), Context(*views(self._there))
         self._graph: Any = None

@@ -258,10 +258,15 @@ def descend(
     return norms
 
 
-def soft_update(target: Sequence[Tensor], online: Sequence[Tensor], rate: float) -> None:
-    """target <- target + rate * (online - target), in one fused call."""
+def soft_update(target: Sequence[Tensor], online: Sequence[Tensor], rate: float | Tensor) -> None:
+    """target <- target + rate * (online - target), in few fused calls; a rate that changes is a tensor."""
     with torch.no_grad():
-        torch._foreach_lerp_(list(target), list(online), rate)
+        if isinstance(rate, Tensor):
+            drift = torch._foreach_sub(list(online), list(target))
+            torch._foreach_mul_(drift, rate)
+            torch._foreach_add_(list(target), drift)
+        else:
+            torch._foreach_lerp_(list(target), list(online), rate)
 
 
 def frozen_copy(module: nn.Module) -> Any:

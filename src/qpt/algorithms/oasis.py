@@ -21,15 +21,15 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qpt.algorithms.base import Context, Decision, LimitMode, Spec, adam, descend, frozen_copy, masked_mean
+from qpt.algorithms.base import Context, Decision, LimitMode, Spec, adam, descend, frozen_copy, masked_mean, soft_update
 from qpt.algorithms.bcq_lag import BCQLag, BCQLagConfig
-from qpt.data.sampling import TransitionBatch, TransitionSampler, Weighting, WindowSampler
+from qpt.algorithms.oasis_sampling import SequenceBatch, SequenceSampler
+from qpt.data.sampling import TransitionBatch, Weighting
 from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError
 from qpt.nets.diffusion import Diffusion, TemporalUNet, cosine_betas
@@ -141,78 +141,6 @@ class OASISConfig:
                 clean_bound=10.0,
             )
         raise QptError(f"OASIS has no preset {name!r}; choose default or paper")
-
-
-class SequenceBatch(NamedTuple):
-    """B sequences of H states, and single transitions beside them; past an episode's end its last state repeats."""
-
-    states: Tensor  # [B, H, S]
-    actions: Tensor  # [B, H, A] taken in each state
-    mask: Tensor  # [B, H] bool: states of the episode
-    totals: Tensor  # [B, 2] return and cost of the whole episode
-    transitions: TransitionBatch
-
-
-class SequenceSampler:
-    """Draws an episode by weight and a start in it such that `kept` transitions follow where the episode has them."""
-
-    def __init__(
-        self,
-        data: Trajectories,
-        batch_size: int,
-        window: int,
-        kept: int,
-        weighting: Weighting,
-        cost_ceiling: float,
-        device: torch.device,
-        seed: int,
-    ) -> None:
-        count, zero = len(data), np.zeros(len(data))
-        weights = WindowSampler._weights(data, np.arange(count), zero, weighting, cost_ceiling)
-        # Final observations stand behind the steps of their episode, so that one of length L has L + 1 states.
-        states = np.insert(data.observations, data.offsets[1:], data.final_observations, axis=0)
-        actions = np.insert(data.actions, data.offsets[1:], 0, axis=0)
-        self.batch_size, self.action_dim, self.kept = batch_size, data.action_dim, kept
-        self._table = torch.from_numpy(np.concatenate([states, actions], 1)).to(device)
-        self._cumulative = torch.from_numpy(np.cumsum(weights) / weights.sum()).to(device)
-        self._start = torch.from_numpy(data.offsets[:-1] + np.arange(count)).to(device)
-        self._length = torch.from_numpy(data.lengths).to(device)
-        self._totals = torch.from_numpy(np.stack([data.returns, data.episode_costs], 1).astype(np.float32)).to(device)
-        self._arange = torch.arange(window, device=device)
-        self.transitions = TransitionSampler(data, batch_size, device=device, seed=seed)
-
-    @property
-    def generator(self) -> torch.Generator:
-        return self.transitions.generator
-
-    @generator.setter
-    def generator(self, generator: torch.Generator) -> None:
-        self.transitions.generator = generator
-
-    @property
-    def states(self) -> Tensor:
-        """Every logged state, final ones included: [N, S]."""
-        return self._table[:, : -self.action_dim]
-
-    def draw(self, count: int) -> tuple[Tensor, Tensor]:
-        """Episodes and starts in them: [count] each."""
-        u = torch.rand(2, count, generator=self.generator, device=self._table.device, dtype=torch.float64)
-        episode = torch.searchsorted(self._cumulative, u[0], right=True).clamp_(max=len(self._cumulative) - 1)
-        return episode, (u[1] * ((self._length[episode] - self.kept).clamp(min=0) + 1)).long()
-
-    def starts(self, count: int) -> Tensor:
-        """States to generate from: [count, S]."""
-        episode, start = self.draw(count)
-        return self._table[self._start[episode] + start, : -self.action_dim]
-
-    def sample(self) -> SequenceBatch:
-        episode, start = self.draw(self.batch_size)
-        steps, last = start[:, None] + self._arange, self._length[episode][:, None]
-        rows = self._table[self._start[episode][:, None] + torch.minimum(steps, last)]  # [B, H, S + A]
-        a = self.action_dim
-        return SequenceBatch(
-            rows[..., :-a], rows[..., -a:], steps <= last, self._totals[episode], self.transitions.sample()
-        )
 
 
 class OASIS(nn.Module):
@@ -427,11 +355,7 @@ class OASIS(nn.Module):
         noise_loss, action_loss = self.generator_loss(batch, step, torch.randn_like(batch.states), keep)
         descend(optimizer, 0.5 * (noise_loss + action_loss), [self.generator_parameters], c.clip)
         # A short run must not average its random beginning: the memory spans about a tenth of the steps, until `ema`'s.
-        rate = (10 / (10 + self.step)).clamp(min=1 - c.ema)
-        with torch.no_grad():
-            drift = torch._foreach_sub(self.unet_parameters, self.unet_targets)
-            torch._foreach_mul_(drift, rate)
-            torch._foreach_add_(self.unet_targets, drift)
+        soft_update(self.unet_targets, self.unet_parameters, (10 / (10 + self.step)).clamp(min=1 - c.ema))
         return {"generator/loss": noise_loss.detach(), "generator/inverse_loss": action_loss.detach()}
 
     def act(self, context: Context) -> Decision:
