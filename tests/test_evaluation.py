@@ -481,6 +481,38 @@ def test_the_command_prints_a_table_and_writes_files(tmp_path: Path, capsys: pyt
     assert len(re.findall(r"\[-?\d+\.\d+, -?\d+\.\d+\]", zero)) == 2 * 4
 
 
+def test_the_command_changes_how_a_checkpoint_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("pybullet")
+    monkeypatch.chdir(tmp_path)
+    tiny = ["--steps", "2", "--batch-size", "4", "--width", "8", "--heads", "2", "--layers", "1", "--critic-width", "8"]
+    run = ["--no-progress", "--device", "cpu", "--threads", "1", "--out", "run"]
+    assert main(["train", "--task", "BallCircle", "--data", "embedded:ballcircle", *tiny, *run]) == 0
+    common = ["evaluate", "--checkpoint", "run", "--limits", "10", "--episodes", "1", "--workers", "0"]
+
+    def returns(*more: str) -> tuple[float, Any]:
+        assert main([*common, "--out", "t.csv", *more]) == 0
+        return float(Episodes.load("t.csv").returns[0]), json.loads(Path("t.csv.json").read_text())["settings"]
+
+    alone = returns("--set", "candidates=1")
+    assert alone[1] == {"candidates": 1}
+    assert returns("--set", "inference_with_candidates=false")[0] == alone[0]  # the same by another name
+    noisy = returns("--set", "candidates=4", "rtg_noise=9", 'selection="constrained"')
+    assert noisy[1] == {"candidates": 4, "rtg_noise": 9, "selection": "constrained"}
+    assert noisy[0] != alone[0]
+    assert returns()[1] == {}
+    for more, words in (
+        (["--set", "candidate=1"], "no field 'candidate'"),
+        (["--set", "candidates=many"], "does not fit the type"),
+        (["--set", "checkpoint_every=5"], "belongs to training"),
+    ):
+        assert main([*common, *more]) == 1
+        assert words in capsys.readouterr().err
+    assert main(["evaluate", "--policy", "zero", "--task", "BallCircle", "--set", "candidates=1"]) == 1
+    assert "--checkpoint" in capsys.readouterr().err
+
+
 def test_no_number_of_the_table_is_cut_off_on_a_narrow_screen() -> None:
     scale = {"reward_min": 0.0, "reward_max": 10.0}
     episodes = evaluate(RandomPolicy(2), walk_task(**scale), episodes=7, cost_limits=(3, 9), workers=0)

@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,6 +44,7 @@ def evaluate_command(
     task: str | None = None,
     checkpoint: Path | None = None,
     policy: str | None = None,
+    settings: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="FIELD=VALUE [FIELD=VALUE ...]")] = (),
     limits: Annotated[tuple[float, ...] | None, tyro.conf.arg(metavar="X [X ...]")] = None,
     episodes: int = 20,
     seed: int = 0,
@@ -59,11 +61,13 @@ def evaluate_command(
     """Run a policy in its task's simulator and print one line for each cost limit, with 95 % intervals.
 
     Example: qpt evaluate --checkpoint runs/ball --task BallCircle --limits 10 20 40 --out episodes.csv
+    Example: qpt evaluate --checkpoint runs/ball --set candidates=16 rtg_noise=0.2 test_offset=3 --limits 10
 
     Args:
         task: The task; by default the one the checkpoint was trained for.
         checkpoint: A run folder or a checkpoint folder.
         policy: Instead of a checkpoint: random, zero, constant:0.5,-1, or module:function of observations [n, S].
+        settings: How the checkpoint's policy decides, in place of what it was trained with: fields of its method.
         limits: Cost limits of an episode; by default the task's own.
         episodes: Episodes at each limit.
         seed: Seed of the evaluation; the same seed gives the same rows.
@@ -79,10 +83,14 @@ def evaluate_command(
     """
     if (checkpoint is None) == (policy is None):
         raise QptError("give either --checkpoint or --policy (random, zero, constant:X,X or module:function)")
+    if settings and checkpoint is None:
+        raise QptError("--set changes how a checkpoint's policy decides; give one with --checkpoint")
     _check_files(out, record, picture, render_dir if render else None)
     chosen: Any = None
+    changed: dict[str, Any] = {}
     if checkpoint is not None:
         chosen = importlib.import_module("qpt.policy").load_policy(checkpoint)
+        changed = _changed(settings, chosen)
         if "OMP_NUM_THREADS" not in os.environ:  # small networks on the CPU gain nothing from more threads
             importlib.import_module("torch").set_num_threads(1)
         task = task or chosen.spec.task
@@ -104,6 +112,7 @@ def evaluate_command(
         record=record is not None,
         step_timeout=step_timeout,
     )
+    results = replace(results, provenance={**results.provenance, "settings": changed})
     if out is not None:
         results.save(out)
     if record is not None and results.trajectories is not None:
@@ -130,6 +139,19 @@ def evaluate_command(
             draw(chosen, facts, limit, episode_seeds(seed, index, number), file)
             console.print(f"wrote {file}", highlight=False)
     return 0
+
+
+def _changed(texts: Sequence[str], policy: Any) -> dict[str, Any]:
+    """Put the values of --set into the policy's config; returns them by field."""
+    if not texts:
+        return {}
+    name = policy.algorithm
+    found = importlib.import_module("qpt.cli.grid").read_settings(texts, [name])
+    values = {field.removeprefix(f"{name}."): value for field, value in found.items()}
+    if foreign := [field for field in found if "." not in field]:
+        raise QptError(f"--set {foreign[0]}: that belongs to training; a policy of {name} decides without it")
+    policy.method.config = replace(policy.method.config, **values)
+    return values
 
 
 def table(results: Episodes, width: int = 120) -> Table:

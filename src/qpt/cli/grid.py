@@ -105,9 +105,8 @@ def read_settings(texts: Sequence[str], algorithms: Sequence[str]) -> dict[str, 
             raise QptError(f"--set {text}: {method} is not among the methods of this run, {', '.join(hints)}")
         owners = [a for a in algorithms if method in ("", a) and field in hints[a]]
         if not owners and (method or field not in own):
-            raise QptError(
-                f"--set {text}: {method or 'none of the methods'} has no field {field!r}; see qpt train --help"
-            )
+            whose = f"{method} has" if method else "there is"
+            raise QptError(f"--set {text}: {whose} no field {field!r}; see qpt train --help")
         for owner in owners or [""]:
             hint = hints[owner][field] if owner else of_run[field]
             found[f"{owner}.{field}" if owner else field] = _value(text, written, hint)
