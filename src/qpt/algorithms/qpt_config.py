@@ -139,9 +139,9 @@ class QPTConfig:
     """Choose among candidates by the critics (switch 4 of the ablation)."""
     candidates: int = 50
     """Target pairs tried in one pass."""
-    rtg_noise: float = 0.1
+    rtg_noise: float = 0.2
     """Spread of the candidates' return targets, relative to the target (paper: 5 %). Wide enough that some ask for far
-    less: when the policy's own action fails the test, they are the way out (measured in docs/results.md)."""
+    less: when the policy's own action fails the test, they are the way out (measured in docs/comparison.md)."""
     ctg_noise: float = 0.1
     """Spread of the candidates' cost-to-go, relative to the limit (paper: 0; measured in docs/results.md)."""
     action_noise: float = 0.0
