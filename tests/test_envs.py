@@ -317,6 +317,8 @@ def test_pictures_show_the_state_and_change_nothing(name: str) -> None:
     try:
         frame = env.render()
     except QptError as error:
+        if "without a screen" not in str(error):  # the machine has no graphics library; all else is ours
+            raise
         pytest.skip(str(error))
     assert frame.shape[2:] == (3,)
     assert frame.dtype == np.uint8

@@ -118,7 +118,7 @@ def test_the_other_simulators_can_be_filmed(task: str) -> None:
     try:
         pictures, last = record(ConstantPolicy(np.full(2, 0.5)), get_task(task), 10.0, (1, 1), frames=4)
     except QptError as error:
-        if "draw" not in str(error):
+        if "without a screen" not in str(error):  # the machine has no graphics library; all else is ours
             raise
         pytest.skip(str(error))
     assert len(pictures) >= 2

@@ -89,8 +89,11 @@ def evaluate_command(
     chosen: Any = None
     changed: dict[str, Any] = {}
     if checkpoint is not None:
-        chosen = importlib.import_module("qpt.policy").load_policy(checkpoint)
-        changed = _changed(settings, chosen)
+        load_policy = importlib.import_module("qpt.policy").load_policy
+        chosen = load_policy(checkpoint)
+        if settings:  # their types depend on the method, which the checkpoint tells
+            changed = _changed(settings, chosen.algorithm)
+            chosen = load_policy(checkpoint, **changed)
         if "OMP_NUM_THREADS" not in os.environ:  # small networks on the CPU gain nothing from more threads
             importlib.import_module("torch").set_num_threads(1)
         task = task or chosen.spec.task
@@ -141,17 +144,12 @@ def evaluate_command(
     return 0
 
 
-def _changed(texts: Sequence[str], policy: Any) -> dict[str, Any]:
-    """Put the values of --set into the policy's config; returns them by field."""
-    if not texts:
-        return {}
-    name = policy.algorithm
-    found = importlib.import_module("qpt.cli.grid").read_settings(texts, [name])
-    values = {field.removeprefix(f"{name}."): value for field, value in found.items()}
+def _changed(texts: Sequence[str], method: str) -> dict[str, Any]:
+    """The values of --set by field of the method."""
+    found = importlib.import_module("qpt.cli.grid").read_settings(texts, [method])
     if foreign := [field for field in found if "." not in field]:
-        raise QptError(f"--set {foreign[0]}: that belongs to training; a policy of {name} decides without it")
-    policy.method.config = replace(policy.method.config, **values)
-    return values
+        raise QptError(f"--set {foreign[0]}: that belongs to training; a policy of {method} decides without it")
+    return {field.removeprefix(f"{method}."): value for field, value in found.items()}
 
 
 def table(results: Episodes, width: int = 120) -> Table:
