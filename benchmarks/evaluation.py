@@ -35,6 +35,14 @@ from qpt.tasks import get_task
 TASKS = ("BallCircle", "CarCircle", "HopperVelocity", "PointGoal1")
 
 
+class Uniform(CallablePolicy):
+    """Random actions as cheap as they can be; a generator for each episode would cost more in short ones."""
+
+    def __init__(self, action_dim: int, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        super().__init__(lambda observations: rng.uniform(-1, 1, (len(observations), action_dim)))
+
+
 def bare(name: str, seed: int, connection: Any) -> None:
     """One simulator without our surface, stepped in a plain loop for as many seconds as it is told."""
     task = get_task(name)
@@ -103,12 +111,11 @@ def measure(name: str, workers: int, slots: int, groups: int, seconds: float, ro
     task = get_task(name)
     if one_per_process(task):
         slots, groups = workers, 1  # more rows would idle
-    rng = np.random.default_rng(0)
-    policy = CallablePolicy(lambda observations: rng.uniform(-1, 1, (len(observations), task.action_dim or 1)))
+    policies = [Uniform(task.action_dim or 1, seed) for seed in range(groups)]
     other, parent, cores = Bare(name, workers), os.getpid(), os.cpu_count() or 1
     rows = []
     with EnvPool(task, slots, workers, groups=groups) as pool:
-        run = Run([policy] * groups, pool, 20_000, np.array([10.0]), 0)
+        run = Run(policies, pool, 20_000, np.array([10.0]), 0)
         while run.steps < 2 * slots:
             run.tick()
         other.run(0.2)
@@ -171,8 +178,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tasks", nargs="+", default=TASKS)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--slots", type=int, nargs="+", default=[16], help="16 is the default of a cheap policy")
-    parser.add_argument("--groups", type=int, nargs="+", default=[2], choices=(1, 2), help="batches that take turns")
+    parser.add_argument("--slots", type=int, nargs="+", default=[48], help="48 is the default of a cheap policy")
+    parser.add_argument("--groups", type=int, nargs="+", default=[2], choices=(1, 2), help="batches on their own")
     parser.add_argument("--slice", type=float, default=1.0, help="seconds a turn")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--out", type=Path)

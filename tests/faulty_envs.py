@@ -63,6 +63,10 @@ def slow(_: Walk) -> None:
     time.sleep(0.05)
 
 
+def slow_when_odd(env: Walk) -> None:
+    time.sleep(60.0 * ((env.seed or 0) % 2))
+
+
 def walk(fault: Any = None) -> Walk:
     return Walk(fault)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from faulty_envs import once, raises, walk_task
+from faulty_envs import once, raises, slow_when_odd, walk_task
 from qpt.envs import make_env
 from qpt.envs.shared import IDLE, RESET, RUNNING, STEP, TERMINATED, TRUNCATED
 from qpt.envs.vector import EnvPool, Failure, portable
@@ -31,7 +32,9 @@ def exchange(pool: EnvPool, commands: np.ndarray, seeds: np.ndarray, actions: np
     groups = range(len(pool.groups))
     for group in groups:
         pool.send(group)
-    return [failure for group in groups for failure in pool.receive(group)]
+    received = [pool.receive() for _ in groups]
+    assert sorted(group for group, _ in received) == list(groups)
+    return [failure for _, failures in received for failure in failures]
 
 
 @pytest.mark.parametrize(("workers", "groups"), [(0, 1), (2, 1), (0, 2), (2, 2), (5, 2)])
@@ -79,6 +82,28 @@ def test_a_worker_that_fails_is_named_and_replaced(kind: str, words: str, groups
         assert sum(a != b for a, b in zip(before, after, strict=True)) == 1
         assert exchange(pool, commands(pool, RESET), seeds, actions) == []  # the new worker serves the same slots
     assert not any(alive(pid) for pid in (*before, *after))
+
+
+def test_a_group_does_not_wait_for_another() -> None:
+    with EnvPool(walk_task(slow_when_odd), 2, 2, groups=2) as pool:
+        exchange(pool, commands(pool, RESET), np.arange(2), np.zeros((2, 2), np.float32))
+        pool.arrays.commands[:] = STEP
+        for group in (1, 0, 0, 0):
+            pool.send(group)
+            assert group == 1 or pool.receive() == (0, [])
+
+
+def test_a_worker_that_dies_with_nothing_to_do_is_replaced_without_ado() -> None:
+    with EnvPool(walk_task(), 2, 2, groups=2) as pool:
+        exchange(pool, commands(pool, RESET), np.arange(2), np.zeros((2, 2), np.float32))
+        idle = pool.pids()[1]
+        os.kill(idle, signal.SIGKILL)
+        failures: list[Failure] = []
+        while not failures:
+            pool.send(0)
+            failures = pool.receive()[1]
+        assert [(failure.slots, failure.culprit) for failure in failures] == [([1], None)]
+        assert idle not in pool.pids()
 
 
 def test_an_environment_that_raises_in_this_process_is_reported_too() -> None:

@@ -21,7 +21,7 @@ class Arrays:
 
     commands: npt.NDArray[np.uint8]  # [n] IDLE, RESET or STEP
     seeds: npt.NDArray[np.int64]  # [n] for RESET
-    actions: npt.NDArray[np.float32]  # [n, A] for STEP
+    actions: npt.NDArray[np.float32]  # [n, A] for STEP, in [-1, 1]
     observations: npt.NDArray[np.float32]  # [n, S]
     rewards: npt.NDArray[np.float64]  # [n]
     costs: npt.NDArray[np.float64]  # [n]

@@ -76,18 +76,27 @@ class SafeEnv(gymnasium.Env[Array, Array]):
             seed = int(self.np_random.integers(SEEDS))
         observation, info = self._simulator.reset(None if seed is None else int(seed))
         self._steps, self._running = 0, True
-        return self._observed(observation), info
+        out = np.empty(self._observation_shape, np.float32)
+        self._observe(observation, out)
+        return out, info
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        if not self._running:
-            raise QptError(f"{self.name}: there is no running episode; call reset() before step()")
         action = np.asarray(action, np.float32)
         if action.shape != self._action_shape:
             raise QptError(f"{self.name} takes actions of shape {self._action_shape}, not {action.shape}")
         action = np.minimum(np.maximum(action, self._low), self._high)
         if not math.isfinite(action.dot(action)):  # one number: cheaper than np.isfinite
             raise QptError(f"{self.name}: the action {action.tolist()} is not a number; check the policy that gave it")
+        observation = np.empty(self._observation_shape, np.float32)
+        return observation, *self.advance(action, observation)
 
+    def advance(self, action: Array, out: Array) -> tuple[float, bool, bool, dict[str, Any]]:
+        """`step` for a caller that sees to it that the action is float32, in [-1, 1] and nobody else's.
+
+        The observation is written to `out`.
+        """
+        if not self._running:
+            raise QptError(f"{self.name}: there is no running episode; call reset() before step()")
         result = self._step(action)
         if len(result) == 6:
             observation, reward, cost, terminated, truncated, info = result
@@ -102,16 +111,14 @@ class SafeEnv(gymnasium.Env[Array, Array]):
         terminated = bool(terminated)
         truncated = not terminated and (bool(truncated) or self._steps >= self._last)
         self._running = not (terminated or truncated)
-        return self._observed(observation), float(reward), terminated, truncated, info
+        self._observe(observation, out)
+        return float(reward), terminated, truncated, info
 
-    def _observed(self, observation: Any) -> Array:
-        # A copy: simulators may reuse theirs.
-        array: Array = (
-            observation.astype(np.float32) if type(observation) is np.ndarray else np.array(observation, np.float32)
-        )
-        if array.shape != self._observation_shape:
-            raise QptError(f"{self.name} gave an observation of shape {array.shape}, not {self._observation_shape}")
-        return array
+    def _observe(self, observation: Any, out: Array) -> None:
+        shape = observation.shape if type(observation) is np.ndarray else np.shape(observation)
+        if shape != self._observation_shape:
+            raise QptError(f"{self.name} gave an observation of shape {shape}, not {self._observation_shape}")
+        out[:] = observation  # a copy: simulators may reuse theirs
 
     def render(self) -> NDArray[np.uint8]:
         """One RGB picture of the present state, [height, width, 3]."""

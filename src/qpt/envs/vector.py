@@ -1,11 +1,11 @@
 """EnvPool: slots of environments in worker processes, stepped together through shared memory.
 
-A worker owns some slots of each group. To step a group, the parent fills in one command a slot (idle, reset or step),
-wakes the workers with one byte each, and reads the arrays when every worker has answered with one byte. With two groups
-workers step one while the parent decides for the other: the byte that asks for a group waits in the pipe, so that a
-worker goes on without sleeping, and one without a command looks for it a while before it sleeps. Pipes are as fast as
-semaphores here, and their end-of-file tells at once when the other side has died, so a dead worker is noticed without
-polling and a dead parent leaves no orphan. Nothing is pickled but the task, once, when a worker starts.
+To step a group, the parent fills in one command a slot (idle, reset or step), wakes the workers that own slots of it
+with one byte each, and reads the arrays when every one has answered with one byte. A worker owns one stretch of all
+slots, so that two groups have hardly a worker in common: no worker waits for one on a slower core, and the parent
+serves whichever group is ready first. A worker without a command looks for it a while before it sleeps. Pipes are as
+fast as semaphores here, and their end-of-file tells at once when the other side has died, so a dead worker is noticed
+without polling and a dead parent leaves no orphan. Nothing is pickled but the task, once, when a worker starts.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from qpt.envs import make_env, one_per_process
+from qpt.envs import SafeEnv, make_env, one_per_process
 from qpt.envs.shared import ERROR_BYTES, IDLE, RESET, RUNNING, TERMINATED, TRUNCATED, Arrays, share, size_of
 from qpt.errors import QptError
 from qpt.tasks import Task
@@ -51,7 +50,7 @@ class Failure:
 
 
 class EnvPool:
-    """`slots` environments of one task in `groups` that are stepped in turns, over `workers` processes (0: this one).
+    """`slots` environments of one task, in `groups` that keep their own pace, in `workers` processes (0: this one).
 
     Use it as a context manager. Simulators that allow one environment per process (`one_env`) share it between the
     slots of a worker, so that only one of them may be in an episode at a time.
@@ -73,53 +72,81 @@ class EnvPool:
         self.arrays.current[:] = -1
         self._local = None if workers else _Block(task, self.parts[0], self.arrays, 0, self.one_env)
         self._workers: list[_Worker] = []
-        self._asked: list[list[int]] = [[] for _ in range(groups)]  # workers that have yet to answer
-        self._commands = [[self.arrays.commands[p.start : p.stop] for p in parts] for parts in self.parts]
+        self._sent: list[int] = []  # groups that were sent and not received
+        self._missing = [0] * groups  # answers that each group waits for
+        self._poller, self._replies = select.poll(), dict[int, _Worker]()  # the pipes of all answers
+        self._watch = 0.0  # when to look for workers that hang
+        self._shares = [  # of each group: who has slots of it, and their commands
+            [(w, self.arrays.commands[p[g].start : p[g].stop]) for w, p in enumerate(self.parts) if p[g] and workers]
+            for g in range(groups)
+        ]
         self._starts_failed = 0
         if workers:
-            payload = _payload(task, self.sizes, self.one_env)
+            self._payload = _payload(task, self.sizes, self.one_env)
             try:
                 for w in range(workers):
-                    self._workers.append(_Worker(w, self.parts[w], payload, self._fd))
+                    self._workers.append(self._start(w))
             except BaseException:
                 self.close()
                 raise
 
+    def _start(self, w: int) -> _Worker:
+        worker = _Worker(w, self.parts[w], self._payload, self._fd)
+        self._poller.register(worker.reply, select.POLLIN)
+        self._replies[worker.reply] = worker
+        return worker
+
     def send(self, group: int = 0) -> None:
         """Let the workers carry out the commands of the group's slots, which stand in `arrays`."""
-        for worker, commands in zip(self._workers, self._commands, strict=False):  # there are none for workers=0
-            if np.count_nonzero(commands[group]):
+        self._sent.append(group)
+        for w, commands in self._shares[group]:  # there are none for workers=0
+            if np.count_nonzero(commands):
+                worker = self._workers[w]
+                worker.asked.append(group)
+                self._missing[group] += 1
                 worker.wake(group)
-                self._asked[group].append(worker.index)
 
-    def receive(self, group: int = 0) -> list[Failure]:
-        """Wait until the commands are carried out; results are in `arrays`. Returns the replaced workers.
+    def receive(self) -> tuple[int, list[Failure]]:
+        """Wait until a group's commands are carried out, whichever is first: the group, and the replaced workers.
 
-        Groups are received in the order in which they were sent.
+        What came of the commands is in `arrays`.
         """
         if self._local is not None:
-            return self._run_here(self._local, group)
-        failures, asked = [], self._asked[group]
-        while asked:
-            worker = self._workers[asked[0]]
-            answer = self._answer(worker)
-            if answer == b"k":
-                del asked[0]
-            elif answer == b"q":
-                raise QptError(self._error_text(worker.index))
-            else:
-                failures.append(self._replace(worker, raised=answer == b"e", hung=answer is None))
-        return failures
+            group = self._sent.pop(0)
+            return group, self._run_here(self._local, group)
+        failures: list[Failure] = []
+        while True:
+            for group in self._sent:
+                if not self._missing[group]:
+                    self._sent.remove(group)
+                    return group, failures
+            now = time.monotonic()
+            if now > self._watch:
+                failures += [self._replace(worker, hung=True) for worker in self._hung(now)]
+                continue  # that may have been the last answer of a group
+            for reply, _ in self._poller.poll(1000 * (self._watch - now)):
+                worker = self._replies[reply]
+                answer = os.read(reply, 1)
+                if answer == b"k":
+                    self._missing[worker.asked.pop(0)] -= 1
+                    worker.seen = -1
+                elif answer == b"q":
+                    raise QptError(self._error_text(worker.index))
+                else:
+                    failures.append(self._replace(worker, raised=answer == b"e"))
 
-    def _answer(self, worker: _Worker) -> bytes | None:
-        """The worker's next answer; empty: it has died; None: it has done nothing for too long."""
-        beats = self.arrays.beats[worker.index]
-        while not worker.poller.poll(1000 * self._timeout):
-            before, beats = beats, self.arrays.beats[worker.index]
-            starting = beats == 0 and time.monotonic() - worker.started < START_SECONDS
-            if beats == before and not starting:
-                return None
-        return os.read(worker.reply, 1)
+    def _hung(self, now: float) -> list[_Worker]:
+        """Workers that have had something to do for too long and have done nothing."""
+        hung = []
+        for worker in self._workers:
+            beats = int(self.arrays.beats[worker.index])
+            starting = beats == 0 and now - worker.started < START_SECONDS
+            if not worker.asked or beats != worker.seen or starting:
+                worker.seen, worker.since = beats, now
+            elif now - worker.since > self._timeout:
+                hung.append(worker)
+        self._watch = now + self._timeout / 4
+        return hung
 
     def pids(self) -> list[int]:
         """The process ids of the workers."""
@@ -160,6 +187,10 @@ class EnvPool:
     def _replace(self, worker: _Worker, *, raised: bool = False, hung: bool = False) -> Failure:
         w = worker.index
         started = bool(self.arrays.beats[w])
+        self._poller.unregister(worker.reply)
+        del self._replies[worker.reply]
+        for group in worker.asked:
+            self._missing[group] -= 1
         worker.end(grace=0.0 if hung or raised else 5.0)  # one that closed its pipe is about to have an exit code
         if raised:
             reason = f"raised\n{self._error_text(w)}"
@@ -175,16 +206,13 @@ class EnvPool:
             )
         failure = self._failure(w, reason)
         self.arrays.beats[w] = 0
-        self._workers[w] = _Worker(w, worker.parts, worker.payload, self._fd)
+        self._workers[w] = self._start(w)
         return failure
 
     def _failure(self, w: int, reason: str) -> Failure:
         """What a worker was asked to do is void, in every group."""
         slots = [slot for part in self.parts[w] for slot in part]
         self.arrays.commands[slots] = IDLE
-        for asked in self._asked:
-            if w in asked:
-                asked.remove(w)
         culprit = int(self.arrays.current[w])
         self.arrays.current[w] = -1
         return Failure(slots, culprit if culprit >= 0 else None, reason)
@@ -197,7 +225,10 @@ class _Worker:
     """The parent's side of one worker process."""
 
     def __init__(self, index: int, parts: Sequence[range], payload: bytes, fd: int) -> None:
-        self.index, self.parts, self.payload = index, parts, payload
+        self.index = index
+        self.asked: list[int] = []  # groups that it has yet to answer for
+        self.seen = -1  # its beats when it was looked at; -1: it has answered since
+        self.since = 0.0  # when it was first seen with them
         self.reply, theirs = os.pipe()
         line, self.lifeline = os.pipe()  # held open, never written to
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)  # with -P: modules are found as here
@@ -222,8 +253,6 @@ class _Worker:
         assert self.process.stdin is not None
         self.stdin = self.process.stdin.fileno()
         self.started = time.monotonic()
-        self.poller = select.poll()
-        self.poller.register(self.reply, select.POLLIN)
         with contextlib.suppress(BrokenPipeError):  # a worker that died is noticed when it is waited for
             os.write(self.stdin, len(payload).to_bytes(8, "little"))
             sent = 0
@@ -231,7 +260,7 @@ class _Worker:
                 sent += os.write(self.stdin, payload[sent:])
 
     def wake(self, group: int) -> None:
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(BrokenPipeError):  # one that died is noticed by its answers
             os.write(self.stdin, _NAMES[group])
 
     def end(self, grace: float = 0.0) -> None:
@@ -255,27 +284,30 @@ class _Block:
 
     def __init__(self, task: Task, parts: Sequence[range], arrays: Arrays, index: int, one_env: bool) -> None:
         self.task, self.parts, self.arrays, self.index, self.one_env = task, parts, arrays, index, one_env
-        self.envs: dict[int, Any] = {}
+        self.envs: dict[int, SafeEnv] = {}
+        self.beats = 0
 
     def run(self, group: int) -> None:
         """Carry out the commands of the group's slots, one after the other."""
-        shared, w, envs, one_env, part = self.arrays, self.index, self.envs, self.one_env, self.parts[group]
-        actions, observations, rewards, costs = shared.actions, shared.observations, shared.rewards, shared.costs
-        ended, current, beats = shared.ended, shared.current, shared.beats
-        for slot, command in zip(part, shared.commands[part.start : part.stop].tolist(), strict=True):
+        shared, w, part = self.arrays, self.index, self.parts[group]
+        observations, rewards, costs, ended = shared.observations, shared.rewards, shared.costs, shared.ended
+        mine = slice(part.start, part.stop)
+        actions = shared.actions[mine].copy()  # simulators may keep them
+        for slot, command, action in zip(part, shared.commands[mine].tolist(), actions, strict=True):
             if command == IDLE:
                 continue
-            current[w] = slot
-            key = 0 if one_env else slot
+            shared.current[w] = slot
+            key = 0 if self.one_env else slot
             if command == RESET:
                 observations[slot] = self._reset(key, int(shared.seeds[slot]))
                 ended[slot] = RUNNING
-            else:  # the surface gives the simulator a copy of the action, which it may keep
-                observations[slot], rewards[slot], terminated, truncated, info = envs[key].step(actions[slot])
+            else:
+                rewards[slot], terminated, truncated, info = self.envs[key].advance(action, observations[slot])
                 costs[slot] = info["cost"]
                 ended[slot] = TERMINATED if terminated else TRUNCATED if truncated else RUNNING
-            beats[w] += 1
-        current[w] = -1
+            self.beats += 1
+            shared.beats[w] = self.beats
+        shared.current[w] = -1
 
     def _reset(self, key: int, seed: int) -> npt.NDArray[np.float32]:
         if key not in self.envs:
@@ -374,15 +406,9 @@ def dimensions(task: Task) -> tuple[int, int]:
 
 
 def _deal(groups: Sequence[slice], count: int) -> list[list[range]]:
-    """Each worker's slots of each group: as many as when all slots are dealt like cards, but in one stretch."""
-    parts: list[list[range]] = [[] for _ in range(count)]
-    for group in groups:
-        size, at = group.stop - group.start, group.start
-        for w in range(count):
-            following = at + size // count + ((w - group.start) % count < size % count)
-            parts[w].append(range(at, following))
-            at = following
-    return parts
+    """Each worker's slots of each group: one stretch of all slots, so that few workers wait for one another."""
+    bounds = [w * groups[-1].stop // count for w in range(count + 1)]
+    return [[range(max(a, g.start), min(b, g.stop)) for g in groups] for a, b in pairwise(bounds)]
 
 
 def _unlinked_file() -> int:

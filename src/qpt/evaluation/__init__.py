@@ -46,12 +46,12 @@ def evaluate(
     """Run `episodes` episodes at each cost limit and return one row for each.
 
     `slots` episodes advance together and one `policy.act` of constant shape [slots, S] serves them; a policy that can
-    `fork` has two batches of half the rows, and decides for one while the simulators step the other. Episode e always
-    runs in row e mod slots, its environment is seeded by (seed, number) alike for every limit, and its noise by (seed,
-    limit, number): the rows depend neither on the number of workers nor on timing, bit for bit, as long as a row of
-    the policy does not depend on what stands in the others. A worker that dies, hangs (`step_timeout` seconds for one
-    step) or raises is replaced and its episodes are run again from their start. `workers=None` takes one process a
-    core, or none where the task's factory cannot be sent to another process.
+    `fork` has two batches of half the rows, each with workers of its own where there are two or more, so that neither
+    waits for the other. Episode e always runs in row e mod slots, its environment is seeded by (seed, number) alike for
+    every limit, and its noise by (seed, limit, number): the rows depend neither on the number of workers nor on timing,
+    bit for bit, as long as a row of the policy does not depend on what stands in the others. A worker that dies, hangs
+    (`step_timeout` seconds for one step) or raises is replaced and its episodes are run again from their start.
+    `workers=None` takes one process a core, or none where the task's factory cannot be sent to another process.
     """
     task = get_task(task) if isinstance(task, str) else task
     limits = np.asarray(cost_limits, np.float64).reshape(-1)
@@ -60,8 +60,8 @@ def evaluate(
     single = one_per_process(task)
     fork = None if single else getattr(type(policy), "fork", None)  # of its class: a wrapper must say so itself
     # Fixed numbers, so that results do not depend on the machine. A network gains from many rows (64 environments of
-    # Bullet take 2 GB of memory), a policy that costs next to nothing from few, which stay in the caches.
-    slots = min(total, slots or (8 if single else 16 if fork else 64))
+    # Bullet take 2 GB of memory); in two batches of 24, each round is long enough for what it costs by itself.
+    slots = min(total, slots or (8 if single else 48 if fork else 64))
     policies = [policy, fork(policy)] if fork and slots >= HALVED else [policy]
     if workers is None:
         workers = min(_cores(), slots) if portable(task) else 0

@@ -1,4 +1,4 @@
-"""The loop of an evaluation: every batch of episodes decides, steps and observes, in turns with the others."""
+"""The loop of an evaluation: every batch of episodes decides, steps and observes, at a pace of its own."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from qpt.data.trajectories import Trajectories
-from qpt.envs.shared import RESET, STEP, TERMINATED
+from qpt.envs.shared import IDLE, RESET, STEP, TERMINATED
 from qpt.envs.vector import EnvPool, Failure
 from qpt.errors import QptError
-from qpt.evaluation.policies import EpisodePolicy, Float32s, Floats, Ints
+from qpt.evaluation.policies import EpisodePolicy, Float32s, Floats
 
 ATTEMPTS = 3  # how often an episode may take its worker down before the evaluation gives up
 _log = logging.getLogger("qpt")
@@ -47,7 +47,7 @@ class Run:
         self.terminal, self.done = np.zeros(self.total, bool), np.zeros(self.total, bool)
         self.spans = np.zeros((self.total, 2), np.int64)  # the recorded steps of each episode
         self.incidents: list[str] = []
-        self.finished = self.steps = self.turn = 0
+        self.finished = self.steps = 0
         self.batches = [_Batch(g, policy, pool) for g, policy in enumerate(policies)]
         for batch in self.batches:
             index = batch.episode
@@ -56,18 +56,20 @@ class Run:
             self._begin(batch)
 
     def tick(self) -> bool:
-        """Finish a step of the batch that began first, and begin its next one; False if all are done."""
-        batch = self.batches[self.turn]
-        self.turn = (self.turn + 1) % len(self.batches)
-        if batch.busy:
-            self._finish(batch)
-            self._begin(batch)
+        """Finish a step of the batch that is ready first, and begin its next one; False if all are done."""
+        group, failures = self.pool.receive()
+        for failure in failures:
+            self._lose(failure)
+        batch = self.batches[group]
+        self._finish(batch)
+        self._begin(batch)
         return any(batch.busy for batch in self.batches)
 
     def _begin(self, batch: _Batch) -> None:
         """Decide for the running episodes, and let the simulators begin."""
         if batch.busy:
-            if batch.active:
+            batch.decided = batch.active > 0
+            if batch.decided:
                 batch.seen = batch.observations.copy()
                 actions = self._decide(batch)
                 np.minimum(np.maximum(actions, batch.low), batch.high, out=batch.actions)
@@ -86,11 +88,8 @@ class Run:
         return actions
 
     def _finish(self, batch: _Batch) -> None:
-        """Wait for the simulators, and take in what came of the step."""
-        decided = batch.active > 0
-        for failure in self.pool.receive(batch.group):
-            self._lose(failure)
-        if decided:
+        """Take in what came of the step."""
+        if batch.decided:
             batch.gained += batch.rewards
             batch.spent += batch.costs
             batch.length += 1
@@ -99,57 +98,62 @@ class Run:
             if self.record:
                 results = (batch.actions, batch.rewards, batch.costs, batch.ended == TERMINATED, batch.observations)
                 batch.recorded.append((batch.seen, *(array.copy() for array in results)))
-        if batch.unsettled or np.count_nonzero(batch.ended):
+        if batch.starting or batch.lost or np.count_nonzero(batch.ended):
             self._turn(batch)
 
     def _turn(self, batch: _Batch) -> None:
-        """Rows whose episode has begun, was lost or is over; then commands for all rows until the next turn."""
-        started, ended, lost = batch.starting.copy(), np.flatnonzero(batch.ended), np.flatnonzero(batch.lost)
-        batch.running |= started
-        for sums in (batch.gained, batch.spent, batch.length):
-            sums[started] = 0
-        self.spans[batch.episode[started], 0] = len(batch.recorded)
-        if len(ended):
-            self._store(batch, ended)
-            batch.running[ended] = False
-            batch.episode[ended] += self.slots
-            ended = ended[batch.episode[ended] < self.total]  # those with another episode to come
-            batch.waiting[ended] = True
-        for rows in (ended, lost):
-            if len(rows):
-                index = batch.episode[rows]
-                batch.policy.restart(rows, cost_limits=self.limits[index], seeds=self.noise_seeds[index])
-        batch.lost[:] = False
+        """Rows whose episode has begun, is over or was lost; then commands for them until the next turn.
+
+        They are few, so that one by one is faster than all at once.
+        """
+        for row in batch.starting:
+            batch.gained[row] = batch.spent[row] = batch.length[row] = 0
+            self.spans[batch.episode[row], 0] = len(batch.recorded)
+            batch.running[row], batch.commands[row] = True, STEP
+        over = np.flatnonzero(batch.ended).tolist()
+        if over:
+            self._store(batch, over)
+        free = sorted(over + batch.lost)
+        for row in free:
+            batch.running[row], batch.commands[row], batch.observations[row] = False, IDLE, 0
+            batch.rewards[row] = batch.costs[row] = batch.ended[row] = 0
+        batch.active += len(batch.starting) - len(over)
+        batch.lost = []
+        free = [row for row in free if batch.episode[row] < self.total]  # those with an episode to come
+        if free:
+            index = batch.episode[free]
+            batch.policy.restart(np.array(free), cost_limits=self.limits[index], seeds=self.noise_seeds[index])
+        batch.waiting += free
         self._choose_starts(batch)
-        for values in (batch.observations, batch.rewards, batch.costs, batch.ended):
-            values[~batch.running] = 0
-        batch.commands[:] = STEP * batch.running + RESET * batch.starting
-        batch.seeds[:] = self.env_seeds[np.minimum(batch.episode, self.total - 1)]
-        batch.active = int(batch.running.sum())
-        batch.unsettled = bool(batch.starting.any())
-        batch.busy = batch.active > 0 or batch.unsettled
+        for row in batch.starting:
+            batch.commands[row], batch.seeds[row] = RESET, self.env_seeds[batch.episode[row]]
+        batch.busy = batch.active > 0 or bool(batch.starting)
 
     def _choose_starts(self, batch: _Batch) -> None:
         """Rows that begin next: all that wait, or one of each worker where its slots share one environment."""
-        batch.starting[:] = batch.waiting
-        if self.pool.one_env:
-            for parts in self.pool.parts:
-                mine = slice(*(slot - batch.first for slot in (parts[batch.group].start, parts[batch.group].stop)))
-                taken = np.cumsum(batch.waiting[mine]) > (0 if batch.running[mine].any() else 1)
-                batch.starting[mine] &= ~taken
-        batch.waiting &= ~batch.starting
+        if not self.pool.one_env:
+            batch.starting, batch.waiting = batch.waiting, []
+            return
+        batch.starting = []
+        for parts in self.pool.parts:
+            mine = [slot - batch.first for slot in parts[batch.group]]
+            if not batch.running[mine].any():
+                batch.starting += [row for row in mine if row in batch.waiting][:1]
+        batch.waiting = [row for row in batch.waiting if row not in batch.starting]
 
-    def _store(self, batch: _Batch, ended: Ints) -> None:
+    def _store(self, batch: _Batch, over: list[int]) -> None:
         """Put episodes that are over into the table."""
-        index = batch.episode[ended]
-        self.returns[index], self.costs[index] = batch.gained[ended], batch.spent[ended]
-        self.lengths[index], self.terminal[index] = batch.length[ended], batch.ended[ended] == TERMINATED
         share = batch.policy.diagnostics().get("fallback_share")
-        if share is not None:
-            self.fallback[index] = np.asarray(share)[ended]
-        self.spans[index, 1] = len(batch.recorded)
-        self.done[index] = True
-        self.finished += len(index)
+        for row in over:
+            index = batch.episode[row]
+            self.returns[index], self.costs[index] = batch.gained[row], batch.spent[row]
+            self.lengths[index], self.terminal[index] = batch.length[row], batch.ended[row] == TERMINATED
+            if share is not None:
+                self.fallback[index] = share[row]
+            self.spans[index, 1] = len(batch.recorded)
+            self.done[index] = True
+            batch.episode[row] += self.slots
+        self.finished += len(over)
 
     def _lose(self, failure: Failure) -> None:
         """Put the episodes of a replaced worker back to their start; gives up on one that brings it down repeatedly.
@@ -160,8 +164,10 @@ class Run:
             (batch, row)
             for batch in self.batches
             for row in range(len(batch.episode))
-            if batch.first + row in failure.slots and (batch.running[row] or batch.starting[row])
+            if batch.first + row in failure.slots and (batch.running[row] or row in batch.starting)
         ]
+        if not lost:  # it had nothing to do
+            return
         batch, row = next((at for at in lost if at[0].first + at[1] == failure.culprit), lost[0])
         index, step = batch.episode[row], batch.length[row] if batch.running[row] else 0
         where = f"{self.pool.task.name}, environment seed {self.env_seeds[index]}, step {step}"
@@ -174,8 +180,10 @@ class Run:
         _log.warning(message)
         for batch, row in lost:
             batch.active -= int(batch.running[row])
-            batch.running[row] = batch.starting[row] = False
-            batch.waiting[row] = batch.lost[row] = batch.unsettled = True
+            batch.running[row] = False
+            if row in batch.starting:
+                batch.starting.remove(row)
+            batch.lost.append(row)
             batch.rewards[row] = batch.costs[row] = batch.ended[row] = 0
 
     def trajectories(self) -> Trajectories:
@@ -208,13 +216,15 @@ class _Batch:
         self.low, self.high = np.full_like(self.actions, -1), np.full_like(self.actions, 1)  # faster than two numbers
         n = rows.stop - rows.start
         self.episode = np.arange(rows.start, rows.stop)  # of each row, running or next
-        self.waiting = np.ones(n, bool)  # the row's episode has yet to begin
-        self.starting, self.running, self.lost = np.zeros(n, bool), np.zeros(n, bool), np.zeros(n, bool)
+        self.running = np.zeros(n, bool)
+        self.waiting = list(range(n))  # rows whose episode has yet to begin
+        self.starting: list[int] = []  # rows that are being reset
+        self.lost: list[int] = []  # rows whose episode was lost since the last turn
         self.gained, self.spent, self.length = np.zeros(n), np.zeros(n), np.zeros(n, np.int64)
         self.seen = np.zeros(self.observations.shape, np.float32)  # what the last decision was based on
         self.recorded: list[tuple[Any, ...]] = []
         self.active = 0  # rows that run
-        self.unsettled = False  # a row begins or was lost
+        self.decided = False  # some ran when the step began
         self.busy = False  # there is something to do
 
 

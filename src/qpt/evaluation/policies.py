@@ -14,10 +14,14 @@ Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 
+AHEAD = 64  # steps for which RandomPolicy draws at a time: a draw for each would cost more than the rest of it
+
+
 class EpisodePolicy(Protocol):
     """What `evaluate` asks of a policy: n rows, each in an episode of its own. Noise comes from the row's seed.
 
-    One with a method `fork()`, which gives another policy like it with rows of its own, is asked for two half batches.
+    One with a method `fork()`, which gives another policy like it with rows of its own, is asked for two half batches,
+    whichever is ready first: neither may depend on what the other was asked.
     """
 
     @property
@@ -45,7 +49,10 @@ class EpisodePolicy(Protocol):
 
 
 class CallablePolicy:
-    """Any function of observations [n, S] that gives actions [n, A]; rows without an episode hold zeros."""
+    """Any function of observations [n, S] that gives actions [n, A]; rows without an episode hold zeros.
+
+    It may keep something between its calls, such as a random generator, so it is called for all rows at once.
+    """
 
     limit_mode = "ignored"
     observation_dim = None
@@ -69,14 +76,16 @@ class CallablePolicy:
     def diagnostics(self) -> Mapping[str, npt.NDArray[Any]]:
         return {}
 
-    def fork(self) -> CallablePolicy:
-        return self  # it keeps nothing of its rows
 
-
-def ConstantPolicy(action: npt.ArrayLike) -> CallablePolicy:
+class ConstantPolicy(CallablePolicy):
     """The same action at every step."""
-    row = np.asarray(action, np.float32).reshape(1, -1)
-    return CallablePolicy(lambda observations: np.repeat(row, len(observations), axis=0), "constant")
+
+    def __init__(self, action: npt.ArrayLike) -> None:
+        row = np.asarray(action, np.float32).reshape(1, -1)
+        super().__init__(lambda observations: np.repeat(row, len(observations), axis=0), "constant")
+
+    def fork(self) -> ConstantPolicy:
+        return self  # it keeps nothing
 
 
 class RandomPolicy:
@@ -91,15 +100,20 @@ class RandomPolicy:
 
     def reset(self, n: int, *, cost_limits: Floats, seeds: Ints) -> None:  # noqa: ARG002
         self.rngs = [np.random.default_rng(seed) for seed in seeds.tolist()]
+        self.drawn = np.zeros((n, AHEAD, self.action_dim), np.float32)
+        self.rows, self.used = np.arange(n), np.full(n, AHEAD)
 
     def restart(self, indices: Ints, *, cost_limits: Floats, seeds: Ints) -> None:  # noqa: ARG002
         for i, seed in zip(indices.tolist(), seeds.tolist(), strict=True):
             self.rngs[i] = np.random.default_rng(seed)
+        self.used[indices] = AHEAD
 
     def act(self, observations: Float32s, active: Flags) -> Float32s:  # noqa: ARG002
-        actions = np.zeros((len(active), self.action_dim), np.float32)
-        for i in np.flatnonzero(active).tolist():
-            actions[i] = self.rngs[i].uniform(-1.0, 1.0, self.action_dim)
+        for i in np.flatnonzero(active & (self.used == AHEAD)).tolist():
+            self.drawn[i] = self.rngs[i].uniform(-1.0, 1.0, (AHEAD, self.action_dim))
+            self.used[i] = 0
+        actions: Float32s = self.drawn[self.rows, self.used % AHEAD]
+        self.used += active
         return actions
 
     def observe(self, rewards: Float32s, costs: Float32s) -> None:
