@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,9 @@ import torch
 from qpt import calibration, plotting
 from qpt.algorithms.base import Spec
 from qpt.algorithms.qpt import QPT, QPTConfig
+from qpt.checkpoint import write_checkpoint
+from qpt.cli import main
+from qpt.data import Trajectories, write
 from qpt.envs.toy import tradeoff
 from qpt.errors import QptError
 from qpt.evaluation import evaluate
@@ -58,3 +61,73 @@ def test_policies_without_critics_are_refused() -> None:
     with pytest.raises(QptError, match="record=True"):
         calibration.calibrate(QPT(SMALL, method.spec), results)
     assert np.isfinite(results.returns).all()
+
+
+def held_out_case(**changes: object) -> tuple[QPT, Trajectories]:
+    toy = tradeoff(0)
+    torch.manual_seed(0)
+    method = QPT(replace(SMALL, **changes), Spec.from_data(toy.dataset(20), task=toy.task()))  # type: ignore[arg-type]
+    return method, toy.dataset(6, seed=1)
+
+
+@pytest.mark.parametrize("n_step", [None, 1])
+def test_held_out_errors_equal_a_loop(n_step: int | None) -> None:
+    method, data = held_out_case(n_step=n_step, clamp_cost=False)
+    found = calibration.held_out(method, data)
+    expected = []
+    for e in range(len(data)):
+        start, end = data.offsets[e], data.offsets[e + 1]
+
+        def state(i: int, start: int = start) -> torch.Tensor:
+            seen = (torch.tensor(data.observations[i]) - method.transformer.mean) / method.transformer.std
+            return torch.cat([seen, torch.tensor([float((i - start) * 2 / method.spec.horizon - 1), 0.0])])
+
+        for i in range(start, end):
+            stop = min(i + method.n_step, end)
+            came = sum(0.8 ** (j - i) * float(data.costs[j]) for j in range(i, stop))
+            if stop < end:
+                value = method.values.each(torch.stack([state(stop)] * 2)[:, None])[1, 0, 0].item()
+                came += 0.8 ** (stop - i) * value / method.cost_scale
+            x = torch.cat([state(i), torch.tensor(data.actions[i])])
+            predicted = method.target_cost_critics(x)[:, 0].mean().item() / method.cost_scale
+            expected.append((predicted, came - predicted))
+    assert np.stack([found.predicted, found.excess], 1) == pytest.approx(np.array(expected), abs=1e-4)
+
+
+def test_the_offset_is_the_conformal_quantile() -> None:
+    excess = np.random.default_rng(0).permutation(99) + 1.0
+    found = calibration.HeldOut(predicted=np.where(excess > 50, 20.0, 5.0), excess=excess)
+    assert found.offset(0.9) == 90
+    assert found.offset(0.9, up_to=10) == 46  # the rank is ceil(51 * 0.9)
+    with pytest.raises(QptError, match="50 held-out steps of a predicted cost up to 10 are too few"):
+        found.offset(0.99, up_to=10)
+    with pytest.raises(QptError, match="between 0 and 1"):
+        found.offset(1.0)
+
+
+def test_the_offset_covers_new_episodes() -> None:
+    method, data = held_out_case()
+    offset = calibration.held_out(method, data).offset(0.9)
+    fresh = calibration.held_out(method, tradeoff(0).dataset(200, seed=2))
+    assert 0.8 < (fresh.excess <= offset).mean() < 1
+
+
+def test_what_held_out_episodes_cannot_tell() -> None:
+    method, data = held_out_case(bootstrap="policy", budget_critics=False)
+    with pytest.raises(QptError, match='bootstrap must be "expectile"'):
+        calibration.held_out(method, data)
+    other = Trajectories.from_arrays(np.zeros((2, 9)), np.zeros((2, 1)), [0, 0], [0, 0], [0, 1])
+    with pytest.raises(QptError, match="other observations or actions"):
+        calibration.held_out(held_out_case()[0], other)
+
+
+def test_the_command_with_held_out_episodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    method, data = held_out_case()
+    folder, rest = tmp_path / "checkpoint", write(data, tmp_path / "rest.hdf5")
+    write_checkpoint(folder, "qpt", method, asdict(method.config), {}, {"step": 0, "seed": 0})
+    given = ["calibrate", "--checkpoint", str(folder), "--held-out", str(rest)]
+    assert main([*given, "--limits", "100", "--level", "0.8"]) == 0
+    offset = calibration.held_out(method, data).offset(0.8, 100.0)
+    assert f"--set test_offset={offset:.2f}" in " ".join(capsys.readouterr().out.split())
+    assert main([*given, "--out", str(tmp_path / "c.png")]) == 1
+    assert "leave it or --held-out away" in capsys.readouterr().err

@@ -102,6 +102,18 @@ def test_convert(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert read(tmp_path / "c.npz").fingerprint == read(small).fingerprint
 
 
+def test_split(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train, rest = tmp_path / "train.hdf5", tmp_path / "rest.npz"
+    assert main(["data", "split", str(small), str(train), str(rest), "--share", "0.25"]) == 0
+    assert "1 episodes, 2 steps" in capsys.readouterr().out
+    whole, parts = read(small), (read(train), read(rest))
+    assert [len(part) for part in parts] == [3, 1]
+    assert sorted(r for part in parts for r in part.returns) == sorted(whole.returns)
+    assert main(["data", "split", str(small), str(train), str(train)]) == 1
+    assert "name two" in capsys.readouterr().err
+    assert main(["data", "split", str(small), str(train), str(rest), "--share", "1.5"]) == 1
+
+
 def test_validate(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = tmp_path / "bad.hdf5"
     bad.write_bytes(small.read_bytes()[:-500])

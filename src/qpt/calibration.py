@@ -1,8 +1,9 @@
-"""Are QPT's critics right? What they predict at the start of an episode, beside what the episode brought."""
+"""Are QPT's critics right? What they predict beside what episodes brought: the policy's, or held-out logged ones."""
 
 from __future__ import annotations
 
 import csv
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import numpy.typing as npt
 import torch
 
 from qpt.algorithms.qpt import QPT
+from qpt.algorithms.targets import n_step_targets
+from qpt.data import Trajectories
 from qpt.episodes import Episodes
 from qpt.errors import QptError
 from qpt.plotting import new_figure
@@ -33,8 +36,7 @@ class Calibration:
 @torch.no_grad()
 def calibrate(method: QPT, episodes: Episodes) -> Calibration:
     """Ask the target critics about the first step of each recorded episode."""
-    if not isinstance(method, QPT) or not method.uses_critics:
-        raise QptError("only a QPT policy with critics can be calibrated; this one has none")
+    _check(method)
     data = episodes.trajectories
     if data is None:
         raise QptError("the episodes hold no trajectories; evaluate with record=True")
@@ -58,6 +60,71 @@ def calibrate(method: QPT, episodes: Episodes) -> Calibration:
         predicted_return=(reward_q / method.reward_scale).double().cpu().numpy(),
         realised_return=total(data.rewards, c.discount),
     )
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """One entry a logged step: the cost that the test would go by, and by how much what came exceeds it."""
+
+    predicted: Floats
+    excess: Floats
+
+    def offset(self, level: float, up_to: float = math.inf) -> float:
+        """What to add to Q^c so that `level` of the steps whose predicted cost is at most `up_to` do not exceed it.
+
+        The split-conformal quantile; the steps of an episode depend on each other, so count on less than their number.
+        """
+        if not 0 < level < 1:
+            raise QptError(f"the level is a share of the steps, between 0 and 1, not {level:g}")
+        excess = np.sort(self.excess[self.predicted <= up_to])
+        rank = math.ceil((len(excess) + 1) * level)
+        if rank > len(excess):
+            within = "" if math.isinf(up_to) else f" of a predicted cost up to {up_to:g}"
+            raise QptError(
+                f"{len(excess)} held-out steps{within} are too few for a level of {level:g}; hold out more episodes"
+            )
+        return float(excess[rank - 1])
+
+
+@torch.no_grad()
+def held_out(method: QPT, data: Trajectories) -> HeldOut:
+    """Compare Q^c of logged actions with the next n logged costs and the least cost from there on.
+
+    On episodes that the critics have not learned from this is what they err by where the policy will go.
+    """
+    _check(method)
+    c, device = method.config, method.step.device
+    if c.bootstrap != "expectile":
+        raise QptError('held-out episodes say nothing about critics of the policy; bootstrap must be "expectile"')
+    if (data.observation_dim, data.action_dim) != (method.spec.observation_dim, method.spec.action_dim):
+        raise QptError("the held-out episodes have other observations or actions than those the policy learned from")
+    predicted: list[Floats] = []
+    excess: list[Floats] = []
+    for start, end in zip(data.offsets[:-1], data.offsets[1:], strict=True):
+        part = slice(int(start), int(end))
+        steps = torch.arange(end - start, device=device)
+        observations, actions = (torch.tensor(x[part], device=device) for x in (data.observations, data.actions))
+        _, unaware = method.features(observations, torch.zeros_like(steps), steps)
+        cost_q = method.reduce(method.target_cost_critics(torch.cat([unaware, actions], -1))[..., 0], c.cost_reduction)
+        value = method.values.each(torch.stack([unaware, unaware]))[1, :, 0]
+        costs = torch.tensor(data.costs[part], device=device) * method.cost_scale
+        ended = torch.tensor(data.terminals[part] | (data.timeouts[part] & c.time_critics), device=device)
+        came, valid = n_step_targets(
+            costs[None],
+            (value.clamp(min=0) if c.clamp_cost else value)[None],
+            torch.ones_like(ended)[None],
+            ended[None],
+            c.cost_discount,
+            method.n_step,
+        )
+        for kept, values in ((predicted, cost_q), (excess, came[0] - cost_q)):
+            kept.append((values / method.cost_scale)[valid[0]].double().cpu().numpy())
+    return HeldOut(np.concatenate(predicted), np.concatenate(excess))
+
+
+def _check(method: QPT) -> None:
+    if not isinstance(method, QPT) or not method.uses_critics:
+        raise QptError("only a QPT policy with critics can be calibrated; this one has none")
 
 
 def rows(result: Calibration) -> list[dict[str, float]]:

@@ -10,8 +10,6 @@ serves every limit.
 The published settings need about a million steps: before that V_h > 0 nearly everywhere, and the lowest of 16 values
 that should all be -1 is the most timid action. The defaults here are for shorter runs (see docs/methods/fisor.md);
 `preset("paper")` keeps to the published ones.
-
-`variant="reference"` differs in one thing: a timeout cuts the values as a terminal does, as in the published code.
 """
 
 from __future__ import annotations
@@ -46,8 +44,9 @@ class FISORConfig:
     """Parts of the batch, one policy update each (paper: 2)."""
     critic_batch: int | None = None
     """The critics learn from so many of the batch (paper: 256); None: from all."""
-    variant: Literal["correct", "reference"] = "correct"
-    """Values go on after a timeout, or end there as in the published code."""
+    timeouts: Literal["end", "bootstrap"] = "end"
+    """Values end at a timeout, as in the published code, or go on. Where observations tell how far an episode has come
+    (BallRun), no logged step holds the values beyond its last one, and those that go on run away."""
 
     # -- values
     width: int = 256
@@ -188,7 +187,7 @@ class FISOR(nn.Module):
     def critic_targets_of(self, batch: TransitionBatch) -> tuple[Tensor, Tensor]:
         """r + γ V_r(s'), and (1 - γ) h + γ max(h, V_h(s')); an ended episode leaves r and h."""
         c = self.config
-        ended = torch.maximum(batch.terminals, batch.timeouts) if c.variant == "reference" else batch.terminals
+        ended = torch.maximum(batch.terminals, batch.timeouts) if c.timeouts == "end" else batch.terminals
         with torch.no_grad():
             reward_v, harm_v = self.values(self.see(batch.next_observations))[..., 0]
         harm = torch.where(batch.costs > 0, c.violation, -1.0)

@@ -12,6 +12,7 @@ from rich.table import Table
 from qpt import calibration, plotting
 from qpt.cli.judge import check_files
 from qpt.cli.run import run
+from qpt.data import load_dataset
 from qpt.errors import QptError
 from qpt.evaluation import evaluate
 from qpt.policy import load_policy
@@ -26,13 +27,20 @@ def calibrate(
     seed: int = 0,
     workers: int | None = None,
     out: Path | None = None,
+    held_out: str | None = None,
+    level: float = 0.9,
 ) -> int:
     """Run a QPT policy and compare what its critics predict at the first step with what each episode brought.
 
     With the default critics the predicted cost is the least that is possible from the start, so it lies below what a
     loose limit lets the policy spend; the paper's critics predict the cost of the policy itself.
 
+    With --held-out no simulator is needed: logged episodes that the critics have not learned from show by how much they
+    err, and what to add to Q^c in the test so that it is kept in a share --level of the steps.
+
     Example: qpt calibrate --checkpoint runs/ball --limits 10 20 40 --out calibration.png
+
+    Example: qpt calibrate --checkpoint runs/ball --held-out rest.hdf5 --level 0.9
 
     Args:
         checkpoint: A run folder or a checkpoint folder of the algorithm qpt.
@@ -42,7 +50,11 @@ def calibrate(
         seed: Seed of the episodes.
         workers: Simulator processes; by default one a core.
         out: A picture (.png, .svg, .pdf) or the numbers (.csv; `qpt report` shows those in RUN/calibration.csv).
+        held_out: Logged episodes that were kept out of training (see `qpt data split`).
+        level: Share of held-out steps that shall not cost more than the test says.
     """
+    if held_out is not None:
+        return _held_out(checkpoint, held_out, limits, level, out)
     check_files(out, None, (".csv", ".png", ".svg", ".pdf"))
     policy = load_policy(checkpoint)
     name = task or policy.task
@@ -70,6 +82,23 @@ def calibrate(
         else:
             plotting.save(calibration.figure(found, f"{name}: predicted and realised cost"), out)
         console.print(f"wrote {out}", highlight=False)
+    return 0
+
+
+def _held_out(checkpoint: Path, source: str, limits: tuple[float, ...], level: float, out: Path | None) -> int:
+    if out is not None:
+        raise QptError("--out holds what episodes in the simulator brought; leave it or --held-out away")
+    found = calibration.held_out(load_policy(checkpoint).method, load_dataset(source))  # type: ignore[arg-type]
+    table = Table("predicted cost up to", "steps", "mean excess", "share in excess", f"offset for {level:g}")
+    for limit in limits:
+        excess = found.excess[found.predicted <= limit]
+        offset = found.offset(level, limit)
+        table.add_row(
+            f"{limit:g}", f"{len(excess):,}", f"{excess.mean():.2f}", f"{(excess > 0).mean():.0%}", f"{offset:.2f}"
+        )
+    console = Console()
+    console.print(table)
+    console.print(f"to use it: qpt evaluate --checkpoint {checkpoint} --set test_offset={offset:.2f}", highlight=False)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`qpt data`: look at data sets, convert, check, download and augment them."""
+"""`qpt data`: look at data sets, convert, split, check, download and augment them."""
 
 from __future__ import annotations
 
@@ -84,6 +84,34 @@ def convert(
     print(f"{target}: {len(trajectories):,} episodes, {trajectories.steps:,} steps, {size:.1f} MB")
 
 
+def split(
+    source: Source,
+    target: tyro.conf.Positional[Path],
+    rest: tyro.conf.Positional[Path],
+    share: float = 0.1,
+    seed: int = 0,
+    compact: bool = False,
+) -> None:
+    """Put a random share of the episodes into another file, to judge by what was not learned from.
+
+    Example: qpt data split ball.hdf5 train.hdf5 rest.hdf5 --share 0.1
+
+    Args:
+        source: a file (HDF5, npz, Minari folder), the name of a task, minari:ID, or embedded:ballcircle.
+        target: the file for most of the episodes.
+        rest: the file for the share.
+        share: the share of the episodes that goes into the rest.
+        seed: which episodes they are.
+        compact: store one final observation an episode instead of next_observations.
+    """
+    if target.resolve() == rest.resolve():
+        raise QptError("both parts would be written to the same file; name two")
+    held, kept = load_dataset(source).split(share, seed)
+    for path, part in ((target, kept), (rest, held)):
+        write(part, path, compact=compact)
+        print(f"{path}: {len(part):,} episodes, {part.steps:,} steps")
+
+
 def validate(
     files: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILE ...")],
     cost_key: str | None = None,
@@ -121,6 +149,7 @@ def main(args: list[str]) -> int:
     commands: dict[str, Command | str] = {
         "info": info,
         "convert": convert,
+        "split": split,
         "validate": validate,
         "download": "qpt.cli.data_download:download",
         "augment": "qpt.cli.data_augment:augment",
