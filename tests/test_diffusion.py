@@ -47,18 +47,18 @@ def test_denoising_is_the_ddpm_step(step):
     noisy, predicted, noise = (torch.randn(3, 2, generator=generator, dtype=torch.float64) for _ in range(3))
     mean = (noisy - betas[step] / (1 - kept[step]).sqrt() * predicted) / (1 - betas[step]).sqrt()
     expected = mean + (betas[step].sqrt() * noise if step else 0)
-    torch.testing.assert_close(diffusion.denoise(noisy, step, predicted, noise), expected, rtol=1e-5, atol=1e-6)
+    clean = diffusion.clean(noisy, step, predicted)
+    torch.testing.assert_close(diffusion.denoise(noisy, step, clean, noise), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_posterior_noise_is_smaller_and_clean_estimates_are_clipped():
+def test_posterior_noise_is_smaller():
     diffusion = Diffusion(cosine_betas(20))
     zero, one = torch.zeros(1), torch.ones(1)
     betas, kept = cosine_betas(20), torch.cumprod(1 - cosine_betas(20), 0)
     moved = diffusion.denoise(zero, 7, zero, one, posterior=True)
     assert moved.item() == pytest.approx(math.sqrt(betas[7] * (1 - kept[6]) / (1 - kept[7])), rel=1e-5)
     assert moved < diffusion.denoise(zero, 7, zero, one)
-    # an estimate of x_0 far outside becomes the bound, and the last step returns it as it is
-    assert diffusion.denoise(100 * one, 0, zero, one, clean_bound=3.0).item() == pytest.approx(3.0, rel=1e-5)
+    assert diffusion.denoise(100 * one, 0, 3 * one, one).item() == pytest.approx(3.0, rel=1e-5)  # the last step: x_0
 
 
 def test_a_perfect_predictor_leads_back_to_the_clean_value():
@@ -68,7 +68,7 @@ def test_a_perfect_predictor_leads_back_to_the_clean_value():
     x = torch.randn(1, 2, dtype=torch.float64)
     for step in reversed(range(5)):
         truth = (x - diffusion.signal[step] * clean) / diffusion.noise[step]
-        x = diffusion.denoise(x, step, truth, torch.randn_like(x))
+        x = diffusion.denoise(x, step, diffusion.clean(x, step, truth), torch.randn_like(x))
     torch.testing.assert_close(x, clean, rtol=0, atol=1e-6)
 
 

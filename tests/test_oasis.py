@@ -91,13 +91,14 @@ def test_low_cost_episodes_are_drawn_more_often():
 # -- losses ----------------------------------------------------------------------------------------------------------
 
 
-def test_generator_loss_against_loops():
-    method, batch = make()
+@pytest.mark.parametrize("predicts", ["states", "noise"])
+def test_generator_loss_against_loops(predicts):
+    method, batch = make(replace(CONFIG, predicts=predicts))
     step, keep = torch.randint(4, (16,)), (torch.rand(16) > 0.5).double()
     noise = torch.randn_like(batch.states)
-    noise_loss, action_loss = method.generator_loss(batch, step, noise, keep)
+    state_loss, action_loss = method.generator_loss(batch, step, noise, keep)
     mean, std, spec = method.standardize.mean, method.standardize.std, method.spec
-    noise_errors, action_errors = [], []
+    state_errors, action_errors = [], []
     assert not batch.mask.all()
     for i in range(16):
         clean = (batch.states[i] - mean) / std
@@ -111,10 +112,11 @@ def test_generator_loss_against_loops():
         predicted = method.unet(noisy[None], step[i : i + 1], totals, keep[i : i + 1])[0]
         for t in range(1, 8):
             if batch.mask[i, t]:
-                noise_errors.append((predicted[t] - noise[i, t]).square().mean().item())
+                wanted = clean[t] if predicts == "states" else noise[i, t]
+                state_errors.append((predicted[t] - wanted).square().mean().item())
                 action = method.inverse(torch.cat([clean[t - 1], clean[t]]))
                 action_errors.append((action - batch.actions[i, t - 1]).square().mean().item())
-    assert noise_loss.item() == pytest.approx(np.mean(noise_errors), rel=1e-5)
+    assert state_loss.item() == pytest.approx(np.mean(state_errors), rel=1e-5)
     assert action_loss.item() == pytest.approx(np.mean(action_errors), rel=1e-5)
 
 
@@ -207,8 +209,9 @@ def test_generated_transitions_fit_together():
     assert batch.terminals.sum() == batch.timeouts.sum() == 0
 
 
-def test_guidance_goes_beyond_the_conditional_prediction():
-    method, _ = make(replace(CONFIG, diffusion_steps=1, temperature=0.0, clean_bound=10.0))
+@pytest.mark.parametrize("predicts", ["states", "noise"])
+def test_guidance_goes_beyond_the_conditional_prediction(predicts):
+    method, _ = make(replace(CONFIG, diffusion_steps=1, temperature=0.0, clean_bound=10.0, predicts=predicts))
     method.float()
 
     def predict(x, _, wanted, keep):
@@ -217,8 +220,9 @@ def test_guidance_goes_beyond_the_conditional_prediction():
     method.averaged_unet.forward = predict
     first, wanted = torch.zeros(3, 3), torch.tensor([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]])
     out = method.denoise(first, wanted)
-    predicted = 0.5 + 2.0 * wanted.sum(1)  # unconditional + 2 (conditional - unconditional)
-    expected = -method.diffusion.noise[0] * predicted / method.diffusion.signal[0]
+    expected = 0.5 + 2.0 * wanted.sum(1)  # unconditional + 2 (conditional - unconditional)
+    if predicts == "noise":
+        expected = -method.diffusion.noise[0] * expected / method.diffusion.signal[0]
     torch.testing.assert_close(out[:, 1, 0], expected.clamp(-10, 10))
     assert torch.equal(out[:, 0], first)
 
@@ -234,7 +238,7 @@ def test_generation_stays_within_the_logged_range():
     other.load_state_dict(method.state_dict())
     assert torch.equal(other.bound.double(), method.bound)  # checkpoints hold it
     method.float()
-    method.averaged_unet.forward = lambda x, *_: torch.full_like(x, -1e4)
+    method.averaged_unet.forward = lambda x, *_: torch.full_like(x, 1e4)
     out = method.denoise(torch.zeros(2, 3), torch.zeros(2, 2))
     torch.testing.assert_close(out[:, 1:], method.bound.expand_as(out[:, 1:]))
     paper = OASIS(replace(OASISConfig.preset("paper"), width=8, sequences=4), spec)

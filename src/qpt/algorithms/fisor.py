@@ -260,7 +260,8 @@ class FISOR(nn.Module):
             when = torch.full((n * m,), step, device=actions.device)
             predicted = self.acting_denoiser(actions, states, when)
             more = draws[:, place] if step else actions  # the last step adds no noise
-            actions = self.diffusion.denoise(actions, step, predicted, more).clamp(-1, 1)
+            clean = self.diffusion.clean(actions, step, predicted)
+            actions = self.diffusion.denoise(actions, step, clean, more).clamp(-1, 1)
         return actions.view(n, m, -1)
 
     @torch.no_grad()

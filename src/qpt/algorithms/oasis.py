@@ -68,6 +68,9 @@ class OASISConfig:
     """Width of the inverse dynamics model."""
     diffusion_steps: int = 20
     """Denoising steps."""
+    predicts: Literal["states", "noise"] = "states"
+    """What the U-Net learns to tell: the clean states, or the noise on them (paper). Where there is hardly anything but
+    noise, a small error of the noise is a huge one of the states, which takes far more steps to learn away."""
     condition_dropout: float = 0.1
     """How often the condition is hidden in training."""
     weighting: Weighting = "low-cost"
@@ -132,6 +135,7 @@ class OASISConfig:
                 labeler_share=150 / 375,
                 cost_limit=20.0,
                 width=128,
+                predicts="noise",
                 lr=3e-5,
                 ema=0.9995,
                 labeler_lr=1e-4,
@@ -251,16 +255,17 @@ class OASIS(nn.Module):
         return (totals - self.least) / self.spread
 
     def generator_loss(self, batch: SequenceBatch, step: Tensor, noise: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-        """Squared errors of the predicted noise, but for the given first state, and of the actions between states."""
+        """Squared errors of what the U-Net predicts, but for the given first state, and of the actions in between."""
         clean = self.standardize(batch.states)
         noisy = self.diffusion.corrupt(clean, step, noise)
         noisy = torch.cat([clean[:, :1], noisy[:, 1:]], 1)
         predicted = self.unet(noisy, step, self.normalize_totals(batch.totals), keep)
         valid = batch.mask[:, 1:]
-        noise_loss = masked_mean((predicted - noise)[:, 1:].square().mean(-1), valid)
+        wanted = clean if self.config.predicts == "states" else noise
+        state_loss = masked_mean((predicted - wanted)[:, 1:].square().mean(-1), valid)
         between = self.inverse(torch.cat([clean[:, :-1], clean[:, 1:]], -1))
         action_loss = masked_mean((between - batch.actions[:, :-1]).square().mean(-1), valid)
-        return noise_loss, action_loss
+        return state_loss, action_loss
 
     def label(self, seen: Tensor, following: Tensor) -> Tensor:
         """Scaled reward and cost of transitions between standardised states: [2, ...]."""
@@ -307,8 +312,10 @@ class OASIS(nn.Module):
             when = torch.full((2 * n,), step, device=x.device)
             informed, blind = self.averaged_unet(x.repeat(2, 1, 1), when, wanted.repeat(2, 1), keep).chunk(2)
             noise = c.temperature * torch.randn_like(x)
-            predicted = blind + c.guidance * (informed - blind)
-            x = self.diffusion.denoise(x, step, predicted, noise, clean_bound=self.bound, posterior=True)
+            clean = blind + c.guidance * (informed - blind)
+            if c.predicts == "noise":
+                clean = self.diffusion.clean(x, step, clean)
+            x = self.diffusion.denoise(x, step, clean.clamp(-self.bound, self.bound), noise, posterior=True)
         x[:, 0] = first
         return x
 
@@ -352,11 +359,11 @@ class OASIS(nn.Module):
         optimizer.param_groups[0]["lr"].copy_(c.lr * (self.step / max(c.warmup, 1)).clamp(max=1.0))
         step = torch.randint(c.diffusion_steps, (count,), device=device)
         keep = (torch.rand(count, device=device) >= c.condition_dropout).to(batch.states.dtype)
-        noise_loss, action_loss = self.generator_loss(batch, step, torch.randn_like(batch.states), keep)
-        descend(optimizer, 0.5 * (noise_loss + action_loss), [self.generator_parameters], c.clip)
+        state_loss, action_loss = self.generator_loss(batch, step, torch.randn_like(batch.states), keep)
+        descend(optimizer, 0.5 * (state_loss + action_loss), [self.generator_parameters], c.clip)
         # A short run must not average its random beginning: the memory spans about a tenth of the steps, until `ema`'s.
         soft_update(self.unet_targets, self.unet_parameters, (10 / (10 + self.step)).clamp(min=1 - c.ema))
-        return {"generator/loss": noise_loss.detach(), "generator/inverse_loss": action_loss.detach()}
+        return {"generator/loss": state_loss.detach(), "generator/inverse_loss": action_loss.detach()}
 
     def act(self, context: Context) -> Decision:
         return self.policy.act(context)

@@ -1,4 +1,4 @@
-"""Denoising diffusion: noise schedules, the forward and the reverse step, and the two networks that predict noise."""
+"""Denoising diffusion: noise schedules, the forward and the reverse step, and the two networks that learn it."""
 
 from __future__ import annotations
 
@@ -55,24 +55,15 @@ class Diffusion(nn.Module):
         shape = (-1, *[1] * (clean.dim() - 1))
         return self.signal[step].view(shape) * clean + self.noise[step].view(shape) * noise
 
-    def denoise(
-        self,
-        noisy: Tensor,
-        step: int,
-        predicted: Tensor,
-        noise: Tensor,
-        *,
-        clean_bound: float | Tensor | None = None,
-        posterior: bool = False,
-    ) -> Tensor:
-        """x_{t-1} from x_t and the predicted noise; the last step (0) adds none.
+    def clean(self, noisy: Tensor, step: int, predicted: Tensor) -> Tensor:
+        """The estimate of x_0 that goes with predicted noise."""
+        return (noisy - self.noise[step] * predicted) / self.signal[step]
 
-        `clean_bound` clips the estimate of x_0 on the way. The noise has variance β_t, or with `posterior` that of
-        q(x_{t-1} | x_t, x_0), which is smaller.
+    def denoise(self, noisy: Tensor, step: int, clean: Tensor, noise: Tensor, *, posterior: bool = False) -> Tensor:
+        """x_{t-1} from x_t and an estimate of x_0; the last step (0) adds no noise.
+
+        The noise has variance β_t, or with `posterior` that of q(x_{t-1} | x_t, x_0), which is smaller.
         """
-        clean = (noisy - self.noise[step] * predicted) / self.signal[step]
-        if clean_bound is not None:
-            clean = clean.clamp(-clean_bound, clean_bound)  # type: ignore[arg-type]  # both kinds work
         mean = self.to_clean[step] * clean + self.to_noisy[step] * noisy
         if step == 0:
             return mean
