@@ -111,8 +111,8 @@ def test_fit_changes_weights_and_logs_finite_metrics(name: str, runs: Callable[[
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_loss_reaches_its_parameters(name: str) -> None:
-    """Two steps move every parameter that an optimiser holds."""
-    torch.manual_seed(0)
+    """Two steps move every parameter that an optimiser holds (with a start where FISOR weighs some step above 0)."""
+    torch.manual_seed(1)
     data = tiny_data()
     algorithm = algorithm_classes(name)[0](small(name, dropout=0.0), Spec.from_data(data))
     sampler = algorithm.make_sampler(data, torch.device("cpu"), 0)

@@ -37,8 +37,12 @@ def make(config: FISORConfig = CONFIG, seed: int = 0) -> tuple[FISOR, Transition
 def rows(method: FISOR, batch: TransitionBatch):
     """Everything a loop needs, one logged step at a time, in floats."""
     for i in range(len(batch.rewards)):
+        clock = torch.tensor([int(batch.steps[i]) / method.spec.horizon * 2 - 1], dtype=torch.float64)
+        tick = torch.tensor([2 / method.spec.horizon], dtype=torch.float64)
         seen = (batch.observations[i] - method.see.mean) / method.see.std
         after = (batch.next_observations[i] - method.see.mean) / method.see.std
+        if method.config.timeouts == "seen":
+            seen, after = torch.cat([seen, clock]), torch.cat([after, clock + tick])
         both = torch.cat([seen, batch.actions[i]])
         target = method.target_critics(both).flatten().tolist()
         online = method.critics(both).flatten().tolist()
@@ -55,14 +59,14 @@ def test_value_loss_is_two_opposite_expectiles():
     assert method.value_loss(batch).item() == pytest.approx(expected / len(batch.rewards), rel=1e-6)
 
 
-@pytest.mark.parametrize("timeouts", ["end", "bootstrap"])
+@pytest.mark.parametrize("timeouts", ["seen", "end", "bootstrap"])
 def test_critic_loss_is_the_hamilton_jacobi_backup(timeouts):
     method, batch = make(replace(CONFIG, timeouts=timeouts))
     scale = method.spec.horizon / (method.spec.return_max - method.spec.return_min)
     expected = 0.0
     for i, online, _, _, _, (next_reward, next_harm) in rows(method, batch):
         h = 5.0 if batch.costs[i] > 0 else -1.0
-        over = bool(batch.terminals[i]) or (timeouts == "end" and bool(batch.timeouts[i]))
+        over = bool(batch.terminals[i]) or (timeouts != "bootstrap" and bool(batch.timeouts[i]))
         reward_target = scale * batch.rewards[i].item() + (0 if over else 0.99 * next_reward)
         harm_target = h if over else 0.05 * h + 0.95 * max(h, next_harm)
         expected += sum((q - reward_target) ** 2 for q in online[:2]) / 2
@@ -70,19 +74,17 @@ def test_critic_loss_is_the_hamilton_jacobi_backup(timeouts):
     assert method.critic_loss(batch).item() == pytest.approx(expected / len(batch.rewards), rel=1e-9)
 
 
-@pytest.mark.parametrize(("timeouts", "runs_away"), [("end", False), ("bootstrap", True)])
-def test_values_stay_within_reach_where_observations_tell_the_time(timeouts, runs_away):
-    """A ball that rolls on: 40 steps of reward 1 to 3 and a timeout, its place the only thing that is seen."""
+def rolling(timeouts: str) -> tuple[FISOR, torch.Tensor, torch.Tensor]:
+    """FISOR, places and steps of a ball that rolls on: 40 steps that earn as far as they go, 1 to 3, and a timeout."""
     rng, (episodes, length) = np.random.default_rng(0), (40, 40)
-    speeds = rng.uniform(1, 3, episodes * length)
-    places = np.concatenate([np.concatenate([[0], s.cumsum()]) for s in speeds.reshape(episodes, length)])
-    places = places.reshape(episodes, length + 1)
+    speeds = rng.uniform(1, 3, (episodes, length))
+    places = rng.uniform(0, 40, (episodes, 1)) + np.concatenate([np.zeros((episodes, 1)), speeds.cumsum(1)], 1)
     data = Trajectories.from_arrays(
         places[:, :-1].reshape(-1, 1),
-        (speeds[:, None] - 2).clip(-1, 1),
-        speeds,
-        np.zeros_like(speeds),
-        np.zeros(len(speeds), bool),
+        (speeds - 2).reshape(-1, 1),
+        speeds.ravel(),
+        np.zeros(speeds.size),
+        np.zeros(speeds.size, bool),
         np.tile(np.arange(length) == length - 1, episodes),
         next_observations=places[:, 1:].reshape(-1, 1),
     )
@@ -90,11 +92,22 @@ def test_values_stay_within_reach_where_observations_tell_the_time(timeouts, run
     fast = replace(CONFIG, timeouts=timeouts, batch_size=128, critic_lr=3e-3, target_rate=0.3)
     method = FISOR(fast, Spec.from_data(data))
     sampler = method.make_sampler(data, torch.device("cpu"), 0)
-    for _ in range(400):
+    for _ in range(1000):
         method.update(sampler.sample())
-    most = 3 * length * method.reward_scale
-    seen = method.see(torch.tensor(places.reshape(-1, 1), dtype=torch.float32))
-    assert (method.values(seen)[0].max().item() > most) == runs_away, (method.values(seen)[0].max().item(), most)
+    return method, torch.tensor(data.observations), torch.arange(length).repeat(episodes)
+
+
+def test_values_where_the_place_tells_the_time():
+    gains = {}
+    for timeouts in ("seen", "end", "bootstrap"):
+        method, places, steps = rolling(timeouts)
+        with torch.no_grad():
+            values, behind = (method.values(method.judged(p, steps))[0, :, 0] for p in (places, places - 5))
+        # nobody can earn more than 40 times 3
+        assert (values.max().item() > 120 * method.reward_scale) == (timeouts == "bootstrap")
+        gains[timeouts] = (behind - values)[(steps > 5) & (steps < 30)].mean().item() / method.reward_scale
+    assert gains["end"] > 2  # it takes a place further back for time that is left
+    assert abs(gains["seen"]) < 0.5 * gains["end"], gains
 
 
 def test_actor_loss_weighs_by_feasibility():
@@ -103,7 +116,7 @@ def test_actor_loss_weighs_by_feasibility():
         for net in (method.values, method.target_critics):
             for parameter in net.parameters():
                 parameter.mul_(3)
-        method.values.biases[-1][1] -= 1.5
+        method.values.biases[-1][1] -= method.values(method.judged(batch.observations, batch.steps))[1].median()
     step = torch.randint(5, (len(batch.rewards),))
     noise = torch.randn_like(batch.actions)
     expected, regimes = 0.0, set()
@@ -137,13 +150,14 @@ def test_act_takes_the_lowest_feasibility_value_or_the_best_of_the_feasible(enou
     proposed = method.propose(method.see(seen), noise)
     assert proposed.abs().max() <= 1
     with torch.no_grad():
-        middle = method.target_q(method.see(seen)[:, None].expand(-1, 16, -1), proposed)[1].quantile(0.5)
+        state = method.judged(seen, torch.zeros(2))
+        middle = method.target_q(state[:, None].expand(-1, 16, -1), proposed)[1].quantile(0.5)
         method.target_critics.biases[-1][2:] -= middle
     policy = Policy(method, dtype=torch.float64)
     policy.reset(2, seeds=[5, 6])
     actions = policy.act(seen.numpy())
     for row in range(2):
-        values = [tuple(q.item() for q in method.target_q(method.see(seen[row]), a)) for a in proposed[row]]
+        values = [tuple(q.item() for q in method.target_q(state[row], a)) for a in proposed[row]]
         feasible = [i for i, (_, harm) in enumerate(values) if enough is not None and harm <= enough]
         assert bool(feasible) == (enough == 0.0)
         lowest = min(range(16), key=lambda i: values[i][1])
@@ -204,7 +218,7 @@ def test_learns_to_earn_without_ever_violating():
     data = cliff(2000)
     method = FISOR(config, Spec.from_data(data))
     sampler = method.make_sampler(data, torch.device("cpu"), 0)
-    for _ in range(800):
+    for _ in range(1200):
         method.update(sampler.sample())
     policy = Policy(method)
     policy.reset(200, seeds=np.arange(200))
@@ -249,7 +263,7 @@ def test_a_short_run_finds_the_feasible_region_with_the_default_but_not_with_the
         soft_update(method.critic_targets, method.critic_parameters, config.target_rate)
     place = torch.linspace(-1, 1, 41)[:, None]
     with torch.no_grad():
-        infeasible = method.values(method.see(place))[1, :, 0] > 0
+        infeasible = method.values(method.judged(place, torch.full((41,), 20)))[1, :, 0] > 0
     assert infeasible[place[:, 0].abs() > 0.85].all()
     inside = (~infeasible[place[:, 0].abs() < 0.5]).float().mean()
     assert inside > 0.7 if preset == "default" else inside == 0

@@ -44,9 +44,10 @@ class FISORConfig:
     """Parts of the batch, one policy update each (paper: 2)."""
     critic_batch: int | None = None
     """The critics learn from so many of the batch (paper: 256); None: from all."""
-    timeouts: Literal["end", "bootstrap"] = "end"
-    """Values end at a timeout, as in the published code, or go on. Where observations tell how far an episode has come
-    (BallRun), no logged step holds the values beyond its last one, and those that go on run away."""
+    timeouts: Literal["seen", "end", "bootstrap"] = "seen"
+    """Values know the step, and so see the timeout coming; or do not, and end there (paper), or go on. Where a state
+    tells how far the episode has come (BallRun), the second takes a step back for time that is won, and the third has
+    no logged step that would hold the values beyond the last."""
 
     # -- values
     width: int = 256
@@ -110,6 +111,7 @@ class FISORConfig:
                 batch_size=2048,
                 policy_updates=2,
                 critic_batch=256,
+                timeouts="end",
                 normalize=False,
                 feasibility_discount=0.99,
                 violation=25.0,
@@ -136,8 +138,9 @@ class FISOR(nn.Module):
         if config.batch_size % config.policy_updates:
             raise QptError(f"a batch of {config.batch_size} cannot be cut into {config.policy_updates} equal parts")
         s, a, hidden = spec.observation_dim, spec.action_dim, [config.width] * 2
-        self.critics = StackedMLP(4, [s + a, *hidden, 1], "relu")  # Q_r twice, Q_h twice
-        self.values = StackedMLP(2, [s, *hidden, 1], "relu")  # V_r, V_h
+        judged = s + (config.timeouts == "seen")
+        self.critics = StackedMLP(4, [judged + a, *hidden, 1], "relu")  # Q_r twice, Q_h twice
+        self.values = StackedMLP(2, [judged, *hidden, 1], "relu")  # V_r, V_h
         self.target_critics = frozen_copy(self.critics)
         self.denoiser = ActionDenoiser(s, a, width=config.policy_width, blocks=config.blocks, dropout=config.dropout)
         self.acting_denoiser = frozen_copy(self.denoiser)
@@ -171,25 +174,32 @@ class FISOR(nn.Module):
 
     # -- losses --------------------------------------------------------------------------------------------------------
 
-    def target_q(self, seen: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+    def judged(self, observations: Tensor, steps: Tensor) -> Tensor:
+        """What critics and values know of a state; the policy does not know the step."""
+        seen: Tensor = self.see(observations)
+        if self.config.timeouts != "seen":
+            return seen
+        return torch.cat([seen, steps[..., None].to(seen.dtype) * (2 / self.spec.horizon) - 1], -1)
+
+    def target_q(self, judged: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Q_r (the smaller twin) and Q_h (the larger twin) of the target critics."""
-        q = self.target_critics(torch.cat([seen, actions], -1))[..., 0]
+        q = self.target_critics(torch.cat([judged, actions], -1))[..., 0]
         return torch.minimum(q[0], q[1]), torch.maximum(q[2], q[3])
 
     def value_loss(self, batch: TransitionBatch) -> Tensor:
         """V_r: upper expectile of Q_r over logged actions; V_h: lower expectile of Q_h, the least harm within reach."""
-        seen, tau = self.see(batch.observations), self.config.expectile
+        state, tau = self.judged(batch.observations, batch.steps), self.config.expectile
         with torch.no_grad():
-            reward_q, harm_q = self.target_q(seen, batch.actions)
-        reward_v, harm_v = self.values(seen)[..., 0]
+            reward_q, harm_q = self.target_q(state, batch.actions)
+        reward_v, harm_v = self.values(state)[..., 0]
         return expectile_loss(reward_q - reward_v, tau).mean() + expectile_loss(harm_q - harm_v, 1 - tau).mean()
 
     def critic_targets_of(self, batch: TransitionBatch) -> tuple[Tensor, Tensor]:
         """r + γ V_r(s'), and (1 - γ) h + γ max(h, V_h(s')); an ended episode leaves r and h."""
         c = self.config
-        ended = torch.maximum(batch.terminals, batch.timeouts) if c.timeouts == "end" else batch.terminals
+        ended = batch.terminals if c.timeouts == "bootstrap" else torch.maximum(batch.terminals, batch.timeouts)
         with torch.no_grad():
-            reward_v, harm_v = self.values(self.see(batch.next_observations))[..., 0]
+            reward_v, harm_v = self.values(self.judged(batch.next_observations, batch.steps + 1))[..., 0]
         harm = torch.where(batch.costs > 0, c.violation, -1.0)
         reward_target = batch.rewards * self.reward_scale + c.discount * (1 - ended) * reward_v
         ahead = c.feasibility_discount
@@ -199,15 +209,16 @@ class FISOR(nn.Module):
     def critic_loss(self, batch: TransitionBatch) -> Tensor:
         """Mean squared error of both twins to their targets."""
         reward_target, harm_target = self.critic_targets_of(batch)
-        q: Tensor = self.critics(torch.cat([self.see(batch.observations), batch.actions], -1))[..., 0]  # [4, B]
+        state = self.judged(batch.observations, batch.steps)
+        q: Tensor = self.critics(torch.cat([state, batch.actions], -1))[..., 0]  # [4, B]
         return (q[:2] - reward_target).square().mean() + (q[2:] - harm_target).square().mean()
 
     @torch.no_grad()
-    def actor_weights(self, seen: Tensor, actions: Tensor) -> Tensor:
+    def actor_weights(self, judged: Tensor, actions: Tensor) -> Tensor:
         """1[V_h > 0] exp(β_h (V_h - Q_h)) + 1[V_h <= 0 and Q_h <= 0] exp(β_r (Q_r - V_r)), both clipped."""
         c = self.config
-        reward_q, harm_q = self.target_q(seen, actions)
-        reward_v, harm_v = self.values(seen)[..., 0]
+        reward_q, harm_q = self.target_q(judged, actions)
+        reward_v, harm_v = self.values(judged)[..., 0]
         retreat = torch.exp(c.cost_temperature * (harm_v - harm_q)).clamp(c.cost_weight_min, c.cost_weight_max)
         advance = torch.exp(c.reward_temperature * (reward_q - reward_v)).clamp(max=c.reward_weight_max)
         return torch.where(harm_v > 0, retreat, torch.where(harm_q <= 0, advance, 0.0))
@@ -217,7 +228,7 @@ class FISOR(nn.Module):
         seen = self.see(batch.observations)
         noisy = self.diffusion.corrupt(batch.actions, step, noise)
         error: Tensor = (self.denoiser(noisy, seen, step) - noise).square().sum(-1)
-        return (self.actor_weights(seen, batch.actions) * error).mean()
+        return (self.actor_weights(self.judged(batch.observations, batch.steps), batch.actions) * error).mean()
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -267,11 +278,13 @@ class FISOR(nn.Module):
     @torch.no_grad()
     def act(self, context: Context) -> Decision:
         c, a = self.config, self.spec.action_dim
-        seen = self.see(context.now(context.observations))
+        observations, steps = context.now(context.observations), context.now(context.steps)
+        seen = self.see(observations)
         count = c.candidates * c.diffusion_steps * a
-        noise = episode_normal(context.seeds, context.now(context.steps), count, stream=1).to(seen.dtype)
+        noise = episode_normal(context.seeds, steps, count, stream=1).to(seen.dtype)
         actions = self.propose(seen, noise.view(-1, c.candidates, c.diffusion_steps, a))
-        reward_q, harm_q = self.target_q(seen[:, None].expand(-1, c.candidates, -1), actions)  # [n, m]
+        state = self.judged(observations, steps)
+        reward_q, harm_q = self.target_q(state[:, None].expand(-1, c.candidates, -1), actions)  # [n, m]
         chosen = harm_q.argmin(1)
         if c.feasible_enough is not None:
             enough = harm_q <= c.feasible_enough
