@@ -18,7 +18,7 @@ from qpt.cli import COMMANDS, main
 from qpt.data import write
 
 GROUPS = {
-    "data": ("info", "convert", "validate", "download", "augment"),
+    "data": ("info", "convert", "split", "validate", "download", "augment"),
     "sims": ("install",),
     "reproduce": (
         *("main-table", "components", "candidates", "hyperparameters", "zero-shot", "augmentation-figure", "theory"),

@@ -255,7 +255,8 @@ def test_workers_killed_from_outside_change_no_row(Kind: type[NoisyPolicy], monk
     monkeypatch.setattr(EnvPool, "send", with_blows)
     found = evaluate(Kind(), walk_task(), **arguments)
     assert rows(found) == rows(expected)
-    assert len(found.provenance["incidents"]) == 3
+    # Two batches keep their own pace: a blow may meet a worker that has no episode, or is dead already.
+    assert len(found.provenance["incidents"]) in ({3} if Kind is NoisyPolicy else {1, 2, 3})
 
 
 @pytest.mark.parametrize("workers", [0, 1])
