@@ -84,7 +84,7 @@ def test_every_extra_that_an_error_names_exists() -> None:
 
 def test_no_file_is_unpickled() -> None:
     # What a parent tells its own worker, through a private pipe or the user's cluster; nothing else is unpickled.
-    names = ("envs/vector.py", "collect/workers.py", "experiments/executors.py")
+    names = ("envs/vector.py", "envs/block.py", "collect/workers.py", "experiments/executors.py")
     workers = {ROOT / "src/qpt" / name for name in names}
     banned = re.compile(r"\bimport pickle\b|\bpickle\.load|allow_pickle=True|\btorch\.load\(")
     assert workers <= set(SOURCES)

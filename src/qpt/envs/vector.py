@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -28,15 +27,13 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
-import numpy.typing as npt
 
-from qpt.envs import SafeEnv, make_env, one_per_process
-from qpt.envs.shared import ERROR_BYTES, IDLE, RESET, RUNNING, TERMINATED, TRUNCATED, Arrays, share, size_of
+from qpt.envs import make_env, one_per_process
+from qpt.envs.block import NAMES, Block, last_lines
+from qpt.envs.shared import IDLE, share, size_of
 from qpt.errors import QptError
 from qpt.tasks import Task
 
-_NAMES = (b"a", b"b")  # of the groups, in the pipe
-LOOK_SECONDS = 0.002  # how long a worker looks for its next command before it sleeps: to be woken costs a step's time
 START_SECONDS = 180.0  # what a worker may take to start, import its simulator and make its first environment
 
 
@@ -70,7 +67,7 @@ class EnvPool:
         os.ftruncate(self._fd, size_of(self.sizes))
         self.arrays = share(self._fd, self.sizes)
         self.arrays.current[:] = -1
-        self._local = None if workers else _Block(task, self.parts[0], self.arrays, 0, self.one_env)
+        self._local = None if workers else Block(task, self.parts[0], self.arrays, 0, self.one_env)
         self._workers: list[_Worker] = []
         self._sent: list[int] = []  # groups that were sent and not received
         self._missing = [0] * groups  # answers that each group waits for
@@ -174,14 +171,14 @@ class EnvPool:
     ) -> None:
         self.close()
 
-    def _run_here(self, block: _Block, group: int) -> list[Failure]:
+    def _run_here(self, block: Block, group: int) -> list[Failure]:
         try:
             block.run(group)
         except QptError:
             raise
         except Exception:
             block.close()
-            return [self._failure(0, f"raised\n{_last_lines(traceback.format_exc())}")]
+            return [self._failure(0, f"raised\n{last_lines(traceback.format_exc())}")]
         return []
 
     def _replace(self, worker: _Worker, *, raised: bool = False, hung: bool = False) -> Failure:
@@ -236,7 +233,7 @@ class _Worker:
         arguments = [str(v) for v in (fd, theirs, line, index, *bounds)]
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", "from qpt.envs.vector import _main; _main()", *arguments],
+                [sys.executable, "-P", "-c", "from qpt.envs.block import main; main()", *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,  # simulators greet; the replies go through a pipe of their own
                 pass_fds=(fd, theirs, line),
@@ -261,7 +258,7 @@ class _Worker:
 
     def wake(self, group: int) -> None:
         with contextlib.suppress(BrokenPipeError):  # one that died is noticed by its answers
-            os.write(self.stdin, _NAMES[group])
+            os.write(self.stdin, NAMES[group])
 
     def end(self, grace: float = 0.0) -> None:
         """Wait for the process to leave by itself, else kill it, and close the pipes."""
@@ -277,99 +274,6 @@ class _Worker:
                 self.process.stdin.close()
             os.close(self.reply)
             os.close(self.lifeline)
-
-
-class _Block:
-    """The environments of one worker's slots, on the worker's side."""
-
-    def __init__(self, task: Task, parts: Sequence[range], arrays: Arrays, index: int, one_env: bool) -> None:
-        self.task, self.parts, self.arrays, self.index, self.one_env = task, parts, arrays, index, one_env
-        self.envs: dict[int, SafeEnv] = {}
-        self.beats = 0
-
-    def run(self, group: int) -> None:
-        """Carry out the commands of the group's slots, one after the other."""
-        shared, w, part = self.arrays, self.index, self.parts[group]
-        observations, rewards, costs, ended = shared.observations, shared.rewards, shared.costs, shared.ended
-        mine = slice(part.start, part.stop)
-        actions = shared.actions[mine].copy()  # simulators may keep them
-        for slot, command, action in zip(part, shared.commands[mine].tolist(), actions, strict=True):
-            if command == IDLE:
-                continue
-            shared.current[w] = slot
-            key = 0 if self.one_env else slot
-            if command == RESET:
-                observations[slot] = self._reset(key, int(shared.seeds[slot]))
-                ended[slot] = RUNNING
-            else:
-                rewards[slot], terminated, truncated, info = self.envs[key].advance(action, observations[slot])
-                costs[slot] = info["cost"]
-                ended[slot] = TERMINATED if terminated else TRUNCATED if truncated else RUNNING
-            self.beats += 1
-            shared.beats[w] = self.beats
-        shared.current[w] = -1
-
-    def _reset(self, key: int, seed: int) -> npt.NDArray[np.float32]:
-        if key not in self.envs:
-            self.envs[key] = make_env(self.task)
-        observation: npt.NDArray[np.float32] = self.envs[key].reset(seed=seed)[0]
-        return observation
-
-    def close(self) -> None:
-        for env in self.envs.values():
-            with contextlib.suppress(Exception):
-                env.close()
-        self.envs.clear()
-
-
-def _main() -> None:
-    """A worker process: read the task, then carry out a group's commands for every byte until the parent hangs up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    fd, reply, line, index, *bounds = map(int, sys.argv[1:])
-    threading.Thread(target=_leave_with_parent, args=(line,), daemon=True).start()
-    size = int.from_bytes(_read(0, 8), "little")
-    task, sizes, one_env = pickle.loads(_read(0, size))  # from our own parent, through a private pipe
-    arrays = share(fd, sizes)
-    block = _Block(task, [range(a, b) for a, b in zip(bounds[::2], bounds[1::2], strict=True)], arrays, index, one_env)
-    poller = select.poll()
-    poller.register(0, select.POLLIN)
-    with contextlib.suppress(BrokenPipeError):  # the parent is gone: so are we
-        answer = b"k"
-        while answer == b"k" and (name := _next(poller)):
-            try:
-                block.run(_NAMES.index(name))
-            except Exception as error:
-                ours = isinstance(error, QptError)
-                text = (str(error) if ours else _last_lines(traceback.format_exc())).encode()[-ERROR_BYTES:]
-                arrays.errors[index] = 0
-                arrays.errors[index, : len(text)] = np.frombuffer(text, np.uint8)
-                answer = b"q" if ours else b"e"
-            os.write(reply, answer)
-    block.close()
-
-
-def _next(poller: select.poll) -> bytes:
-    """The next command; whoever else wants this core while we look for it gets it."""
-    until = time.perf_counter() + LOOK_SECONDS
-    while not poller.poll(0) and time.perf_counter() < until:
-        os.sched_yield()
-    return os.read(0, 1)
-
-
-def _leave_with_parent(line: int) -> None:
-    """However the parent ends, the end of its line is closed; leave then, even in the middle of a step."""
-    os.read(line, 1)
-    os._exit(0)
-
-
-def _read(fd: int, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        part = os.read(fd, count - len(data))
-        if not part:
-            sys.exit(0)  # the parent left before it said what to do
-        data += part
-    return data
 
 
 def portable(task: Task) -> bool:
@@ -418,7 +322,3 @@ def _unlinked_file() -> int:
 
 def _exit_text(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def _last_lines(text: str, count: int = 12) -> str:
-    return "\n".join(text.strip().splitlines()[-count:])
