@@ -67,6 +67,7 @@ QPT: dict[str, Any] = {  # what the plain transformer has no use for
     "rtg_noise": 1.0,
     "ctg_noise": 2.0,
     "limit_factor": 1.0,  # costs are whole numbers here, and can be met exactly
+    "frugality": None,  # the best way is no logged one: what logged ones cost says nothing about it
     "test_offset": 0.25,
     "test_radius": 0.3,  # a little less than half a move's band
     "support": 0.5,  # actions between two logged moves are out, whatever the critics make of them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from qpt.data.trajectories import Trajectories
 
@@ -35,3 +36,13 @@ def tiny_data(
         rows["terminals"].append(last & (episode % 2 == 1))
         rows["timeouts"].append(last & (episode % 2 == 0))
     return Trajectories.from_arrays(**{k: np.concatenate(v) for k, v in rows.items()})
+
+
+def bare_episodes(costs: npt.ArrayLike, returns: npt.ArrayLike) -> Trajectories:
+    """Episodes of two steps with the given costs and returns, and nothing to see."""
+    costs, returns = np.asarray(costs, np.float32), np.asarray(returns, np.float32)
+    n = len(costs)
+    first = np.stack([np.zeros(n), np.ones(n)], 1).ravel()
+    return Trajectories.from_arrays(
+        np.zeros((2 * n, 1)), np.zeros((2 * n, 1)), np.repeat(returns, 2) * first, np.repeat(costs, 2) * first, first
+    )

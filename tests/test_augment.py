@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers import bare_episodes
 from qpt.cli.data_augment import augment as command
 from qpt.cli.data_augment import task_of
 from qpt.data import read, write
@@ -24,21 +25,11 @@ Rule = Literal["paper", "osrl"]
 RULES: tuple[Rule, Rule] = ("paper", "osrl")
 
 
-def episodes(costs: Any, returns: Any) -> Trajectories:
-    """Episodes of two steps with the given costs and returns."""
-    costs, returns = np.asarray(costs, np.float32), np.asarray(returns, np.float32)
-    n = len(costs)
-    first = np.stack([np.zeros(n), np.ones(n)], 1).ravel()
-    return Trajectories.from_arrays(
-        np.zeros((2 * n, 1)), np.zeros((2 * n, 1)), np.repeat(returns, 2) * first, np.repeat(costs, 2) * first, first
-    )
-
-
 def cloud(n: int = 600, seed: int = 1) -> Trajectories:
     """Returns below a concave frontier; costs are whole numbers, as in most tasks, so that there are ties."""
     rng = np.random.default_rng(seed)
     costs = rng.integers(0, 81, n)
-    return episodes(costs, (300 + 50 * np.sqrt(costs)) * rng.beta(4, 1.2, n))
+    return bare_episodes(costs, (300 + 50 * np.sqrt(costs)) * rng.beta(4, 1.2, n))
 
 
 def rows(relabelled: Relabelled) -> list[tuple[int, float, float]]:
@@ -156,7 +147,9 @@ def test_osrls_rule_is_what_plain_loops_give(max_reward: float, degree: int, see
 def test_crowded_cells_are_thinned_as_in_plain_loops() -> None:
     rng = np.random.default_rng(3)
     costs = rng.integers(0, 11, 500)
-    data = episodes(costs, 10.0 * costs + rng.integers(0, 3, 500) + rng.uniform(0, 0.01, 500))  # 33 cells of about 15
+    data = bare_episodes(
+        costs, 10.0 * costs + rng.integers(0, 3, 500) + rng.uniform(0, 0.01, 500)
+    )  # 33 cells of about 15
     expected = slow_osrl(data, 0.5, 200.0, 1, 20.0, 1.0, 1.0, 5)
     got = augment(data, rule="osrl", fraction=0.5, max_reward=200, degree=1, max_reward_decrease=20, seed=5)
     assert len(got) < 0.45 * len(data)
@@ -165,7 +158,7 @@ def test_crowded_cells_are_thinned_as_in_plain_loops() -> None:
 
 def test_shared_episodes_are_given_away_in_proportion_to_nearness() -> None:
     """Three safer episodes at distances 0, 1 and 3 of the shared one: weights 1 : 1/2 : 1/4."""
-    data = episodes([5, 4, 2, 9], [100, 100, 100, 0])
+    data = bare_episodes([5, 4, 2, 9], [100, 100, 100, 0])
     drawn = np.zeros(4)
     for seed in range(300):
         got = augment(data, rule="osrl", fraction=5.0, max_reward=200, degree=0, max_reward_decrease=1, seed=seed)
@@ -243,7 +236,7 @@ def test_degenerate_data_never_break_it(
     decrease: float | None,
     seed: int,
 ) -> None:
-    data = episodes(*zip(*points, strict=True))
+    data = bare_episodes(*zip(*points, strict=True))
     options: dict[str, Any] = {"max_reward": max_reward, "degree": degree, "max_reward_decrease": decrease}
     got = augment(data, rule=rule, fraction=fraction, seed=seed, **options)
     check(data, got)
@@ -262,7 +255,7 @@ def test_degenerate_data_never_break_it(
     ids=["one point", "one cost", "flat", "all equal", "two points"],
 )
 def test_small_frontiers_still_give_rows(rule: Rule, costs: list[float], returns: list[float]) -> None:
-    data = episodes(costs, returns)
+    data = bare_episodes(costs, returns)
     got = augment(data, rule=rule, fraction=4.0)
     check(data, got)
     assert len(got) == 4 * len(data)
@@ -270,7 +263,7 @@ def test_small_frontiers_still_give_rows(rule: Rule, costs: list[float], returns
 
 
 def test_a_degree_above_the_points_is_lowered_and_told() -> None:
-    data = episodes(np.repeat([0, 5, 10], 5), np.repeat([10, 20, 40], 5))
+    data = bare_episodes(np.repeat([0, 5, 10], 5), np.repeat([10, 20, 40], 5))
     got = augment(data, rule="osrl", fraction=1.0, degree=4, max_reward=100)
     assert got.fit is not None
     assert got.fit.degree() == 2
@@ -282,7 +275,7 @@ def test_the_automatic_degree_rises_everywhere() -> None:
     for seed in range(20):
         rng = np.random.default_rng(seed)
         costs = np.repeat(np.sort(rng.uniform(0, 80, 12)), 4)
-        data = episodes(costs, np.repeat(np.sort(rng.normal(0, 100, 12)), 4))
+        data = bare_episodes(costs, np.repeat(np.sort(rng.normal(0, 100, 12)), 4))
         got = augment(data, rule="osrl", fraction=0.5)
         assert got.fit is not None
         curve = got.fit(np.linspace(costs.min(), costs.max(), 1000))
@@ -292,7 +285,7 @@ def test_the_automatic_degree_rises_everywhere() -> None:
 
 def test_the_automatic_degree_follows_a_curved_frontier() -> None:
     costs = np.repeat(np.arange(0, 40.0), 3)
-    data = episodes(costs, 100 + 0.5 * costs**2)
+    data = bare_episodes(costs, 100 + 0.5 * costs**2)
     got = augment(data, rule="osrl", fraction=0.5)
     assert got.fit is not None
     assert got.fit.degree() >= 2
@@ -300,7 +293,7 @@ def test_the_automatic_degree_follows_a_curved_frontier() -> None:
 
 
 def test_lonely_episodes_are_used_when_there_are_no_others() -> None:
-    data = episodes([0, 20, 40, 80], [0, 100, 200, 400])
+    data = bare_episodes([0, 20, 40, 80], [0, 100, 200, 400])
     got = augment(data, rule="osrl", fraction=1.0)
     assert len(got) == 4
     assert any("all episodes are used" in note for note in got.notes)

@@ -518,6 +518,7 @@ def test_the_command_changes_how_a_checkpoint_decides(
     noisy = returns("--set", "candidates=4", "rtg_noise=9", 'selection="constrained"')
     assert noisy[1] == {"candidates": 4, "rtg_noise": 9, "selection": "constrained"}
     assert noisy[0] != alone[0]
+    assert returns("--set", "frugality=None")[1] == {"frugality": None}
     assert returns()[1] == {}
     for more, words in (
         (["--set", "candidate=1"], "no field 'candidate'"),

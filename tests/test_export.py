@@ -36,7 +36,7 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 from qpt.export import EXPORTABLE, Export, export_policy, parity
-from qpt.runtime import OnnxPolicy, episode_normal, episode_uniform
+from qpt.runtime import OnnxPolicy, episode_normal, episode_uniform, suggest_returns
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "onnx_policy.py"
@@ -44,7 +44,7 @@ TINY = {"batch_size": 16, "width": 16, "critic_width": 16, "layers": 1, "heads":
 FAST = {"lr": 1e-2, "critic_lr": 3e-3, "warmup": 1, "clip": 10.0}
 
 
-def trained(out: Path, algorithm: str = "qpt", steps: int = 30, **changes: Any) -> Path:
+def trained(out: Path, algorithm: str = "qpt", steps: int = 60, **changes: Any) -> Path:
     """A run folder after a few large steps: enough that candidates differ in worth by more than rounding."""
     config_class = algorithm_classes(algorithm)[1]
     known = config_class.__dataclass_fields__
@@ -243,7 +243,9 @@ def test_the_side_file_and_the_card_say_where_the_policy_comes_from(exported: tu
     data, facts = tiny_data(), json.loads(done.side.read_text(encoding="utf-8"))
     assert facts["provenance"]["data"]["fingerprint"] == data.fingerprint
     assert facts["horizon"] == load_policy(run).spec.horizon
-    assert facts["return_targets"]["returns"] == list(load_policy(run).spec.frontier_returns)
+    method, limits = load_policy(run).method, np.arange(0, 40, 0.5)
+    suggested = [method.suggest_return(limit) for limit in limits]
+    assert suggest_returns(facts["return_targets"], limits).tolist() == suggested
     card = done.card.read_text(encoding="utf-8")
     for fact in (data.fingerprint, f"episodes: {len(data)}", "not evaluated", "Past the horizon", torch.__version__):
         assert fact in card, fact
@@ -275,7 +277,7 @@ def test_the_card_shows_evaluated_episodes_of_this_checkpoint_alone(
     assert row.startswith("| 10 | 4 | 2.5 [")
     assert "| 9.0 [" in row
     assert "| 0.75 [" in row
-    with pytest.raises(QptError, match="not those of the checkpoint step-000000030"):
+    with pytest.raises(QptError, match="not those of the checkpoint step-000000060"):
         export_policy(exported[0], tmp_path / "policy.onnx", episodes=episodes_of("runs/a/checkpoints/step-000000031"))
 
 

@@ -78,7 +78,7 @@ def test_a_new_limit_changes_the_next_decision_and_its_targets() -> None:
         p.act(o)
         p.observe([1.0], [2.0])
     policy.set_cost_limit(12.0)
-    assert policy.return_targets[0] == method.spec.suggest_return(12.0) * method.config.target_factor
+    assert policy.return_targets[0] == method.suggest_return(12.0) * method.config.target_factor
     assert not np.allclose(policy.act(o), same.act(o))
     fixed = Policy(method.eval(), dtype=torch.float64)
     fixed.reset(1, cost_limits=3.0, return_targets=[7.0])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers import tiny_data
+from helpers import bare_episodes, tiny_data
 from qpt.algorithms import candidates
 from qpt.algorithms.base import Context, Spec, discounted_limit
 from qpt.algorithms.qpt import QPT, QPTConfig
@@ -329,6 +329,11 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
     spent = context.cost_limit[row] - context.cost_to_go[row, :n]
     aim = c.limit_factor * context.cost_limit[row]
     cost_to_go = aim - spent
+    told = aim
+    if c.frugality is not None:
+        suggested = method.spec.suggest_return(context.cost_limit[row].item(), c.frugality)
+        for cost, reached in zip(method.spec.frontier_costs, method.spec.frontier_returns, strict=True):
+            told = min(told, torch.tensor(cost)) if reached >= max(context.return_target[row], suggested) else told
     from qpt.nets.noise import episode_normal
 
     step = context.steps[row, n - 1] if c.noise_mode == "step" else torch.tensor(0)
@@ -338,7 +343,7 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
     for j in range(c.candidates):
         dr = 0.0 if j == 0 else noise[j].item() * c.rtg_noise * abs(context.return_target[row].item())
         dc = 0.0 if j == 0 else noise[c.candidates + j].item() * c.ctg_noise * aim.item()
-        r, g = context.return_to_go[row, :n].clone(), cost_to_go.clone()
+        r, g = context.return_to_go[row, :n].clone(), told - spent
         if c.noise_mode == "step":
             r[-1], g[-1] = r[-1] + dr, g[-1] + dc
         else:
@@ -386,6 +391,41 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
     return (best, False) if best is not None else (least, True)  # type: ignore[return-value]
 
 
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.3, 1.0])
+def test_a_frugal_target_is_the_cheapest_that_is_nearly_the_best_for_half_the_limit(share: float) -> None:
+    rng = np.random.default_rng(0)
+    data = bare_episodes(rng.integers(0, 30, 40), rng.uniform(-50, 100, 40))
+    spec, returns, costs = Spec.from_data(data), data.returns, data.episode_costs
+    frugal = 0
+    for limit in np.arange(costs.min(), 40.0):
+        best = returns[costs <= limit].max()
+        near = [i for i in range(40) if costs[i] <= limit and returns[i] >= best - share * np.ptp(returns)]
+        cheapest = min(costs[i] for i in near)
+        expected = max(returns[i] for i in near if costs[i] == cheapest) if cheapest <= limit / 2 else best
+        assert spec.suggest_return(limit, share) == pytest.approx(expected)
+        frugal += expected < best
+    assert (frugal > 0) == (share > 0)
+
+
+def test_candidates_are_told_what_the_target_return_cost() -> None:
+    method, _ = make(limit_factor=1.0, frugality=0.0)
+    costs, returns = method.spec.frontier_costs, method.spec.frontier_returns
+    top, second = costs[-1], costs[1]
+    rows = [  # target, limit, and what is told of the limit
+        (returns[1], second + 0.5, second),  # the best within the limit cost less
+        (0.5 * returns[1], second + 0.5, second),  # a target that was lowered costs the same
+        (returns[2], second + 0.5, second + 0.5),  # a higher one took more than the limit: all of it may be spent
+        (returns[2], top + 9, top),  # more is within the limit
+        (returns[-1] + 1, top + 9, top + 9),  # nobody has reached it
+    ]
+    targets, limits, told = torch.tensor(rows).double().T
+    context = random_context(method, len(rows))._replace(return_target=targets, cost_limit=limits)
+    kept_back = (context.cost_to_go - candidates.frugal(method, context).cost_to_go)[:, 0]
+    assert kept_back.tolist() == pytest.approx((limits - told).tolist())
+    method.config = replace(method.config, frugality=None)
+    assert (candidates.frugal(method, context).cost_to_go == context.cost_to_go).all()
+
+
 @pytest.mark.parametrize("noise_mode", ["episode", "step"])
 @pytest.mark.parametrize(
     "extra",
@@ -395,6 +435,7 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
         {"budget_critics": True, "time_critics": True, "ctg_noise": 0.3},
         {"test_radius": 0.3, "ctg_noise": 0.3},
         {"limit_factor": 0.6, "ctg_noise": 0.3},
+        {"frugality": None, "ctg_noise": 0.3},
         {"support": 0.9, "ctg_noise": 0.3},
     ],
 )

@@ -29,8 +29,15 @@ ROWS = {  # row of a table: name, colour, marker. Colours that stay apart for co
     "qpt/narrow": ("QPT, targets spread by 5 %", "#ddaa33", "X"),
     "qpt/constrained": ("QPT, 5 %, best by the critics", "#bb8844", "8"),
     "qpt/offset3": ("QPT, test offset 3", "#884422", "H"),
+    "qpt-long": ("QPT, falling rate", "#991100", "*"),
+    "qpt-long/single": ("QPT, falling rate, one candidate", "#ff9966", "P"),
+    "qpt-long/narrow": ("QPT, falling rate, 5 %", "#ffcc66", "X"),
+    "qpt-long/cal75": ("QPT, falling rate, calibrated 0.75", "#aa5533", "H"),
+    "qpt-long/cal90": ("QPT, falling rate, calibrated 0.9", "#663311", "H"),
     "qpt-paper": ("paper preset", "#ee3377", "*"),
+    "qpt-paper-scale": ("paper preset, batch 2048", "#aa1155", "*"),
     "transformer": ("conditional transformer", "#004488", "o"),
+    "transformer-long": ("conditional transformer, falling rate", "#6699cc", "o"),
     "cdt": ("CDT", "#33bbee", "s"),
     "caps": ("CAPS", "#009988", "D"),
     "oasis": ("OASIS", "#117733", "^"),
@@ -123,7 +130,7 @@ def cell(task: str, row: str, limit: float, seeds: Seeds) -> str:
         return "–"
     (reward, _, _), (cost, *interval) = summary(task, limit, seeds)
     text = f"{reward:.2f} @ {cost:.2f}{bracket(interval)}"
-    wanted = 5 if row.split("/")[0] in ("qpt", "transformer") else 3
+    wanted = 5 if row.split("/")[0].removesuffix("-long") in ("qpt", "transformer") else 3
     few = f" ({len(seeds)} seed{'s' * (len(seeds) > 1)})" if len(seeds) < wanted else ""
     return (f"**{text}**" if cost <= 1 else text) + few
 
@@ -250,12 +257,14 @@ def comparisons(table: Table, tasks: list[str]) -> None:
         "points of all limits, at QPT's realised cost; outside of its costs its nearest end counts (*clipped*: the "
         "share of readings). *All*: each seed's mean over the limits; for the default those of the sweep are among "
         "them, for the other ways to decide 10, 20 and 40 alone. The intervals are not corrected for number; "
-        "by chance alone, one of 5 seeds leaves out 0 at least once in 16 times, one of 3 seeds once in 4.\n"
+        "by chance alone, one of 5 seeds leaves out 0 at least once in 16 times, one of 3 seeds once in 4. Rows with a "
+        "falling rate are beside the transformer with the same steps, rate and episodes.\n"
     )
     rows = []
     for task, row in ((t, r) for t in tasks for r in ROWS if r.startswith("qpt") and (t, r) in table):
-        for limit, values in paired(table, task, row, "transformer").items():
-            if row != "qpt" and limit != "all":
+        other = "transformer-long" if row.startswith("qpt-long") else "transformer"
+        for limit, values in paired(table, task, row, other).items():
+            if row not in ("qpt", "qpt-long") and limit != "all":
                 continue
             reward, cost, same = map(difference, values[:, :3].T)
             sign = "higher" if values[:, 2].mean() > 0 else "lower"

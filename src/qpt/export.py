@@ -293,11 +293,12 @@ def _return_targets(policy: Policy) -> dict[str, Any] | None:
     """The method's suggestions as a table; None where it has none."""
     spec, config = policy.spec, policy.method.config
     factor = float(getattr(config, "target_factor", 1.0))
-    own = getattr(policy.method, "suggest_return", None)
-    if own is None or getattr(config, "targets", None) == "data":
-        costs, returns = spec.frontier_costs, spec.frontier_returns
-        return {"costs": costs, "returns": returns, "between": "previous", "factor": factor}
-    pairs = get_task(spec.task).targets if spec.task and getattr(config, "targets", None) == "published" else ()
+    own = getattr(policy.method, "suggest_return", spec.suggest_return)
+    if getattr(config, "targets", "data") == "data":
+        # They change where a logged episode comes within the limit, or within half of it.
+        costs = sorted({times * cost for cost in spec.frontier_costs for times in (1, 2)})
+        return {"costs": costs, "returns": [own(cost) for cost in costs], "between": "previous", "factor": factor}
+    pairs = get_task(spec.task).targets if spec.task and config.targets == "published" else ()
     grid = sorted({cost for _, cost in pairs}) or np.linspace(0, spec.cost_max, 201).tolist()
     try:
         return {"costs": grid, "returns": [own(cost) for cost in grid], "between": "linear", "factor": factor}

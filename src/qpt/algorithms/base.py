@@ -78,10 +78,16 @@ class Spec:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def suggest_return(self, cost_limit: float) -> float:
-        """The best return logged within the limit; below the cheapest episode, that episode's."""
+    def suggest_return(self, cost_limit: float, frugality: float = 0.0) -> float:
+        """The best return logged within the limit; below the cheapest episode, that episode's.
+
+        Where half of the limit bought all but a share `frugality` of the range of returns, the cheapest such return.
+        """
         place = int(np.searchsorted(self.frontier_costs, cost_limit, side="right")) - 1
-        return self.frontier_returns[max(place, 0)]
+        best = self.frontier_returns[max(place, 0)]
+        enough = best - frugality * (self.return_max - self.return_min)
+        cheap = int(np.searchsorted(self.frontier_returns, enough))
+        return self.frontier_returns[cheap] if self.frontier_costs[cheap] <= cost_limit / 2 else best
 
 
 class Context(NamedTuple):

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 @torch.no_grad()
 def decide(method: QPT, context: Context) -> Decision:
     """argmax_j Q^r(s, a_j) subject to Q^c(s, a_j) <= remaining budget, over the candidates' actions a_j."""
-    c, context = method.config, aimed(method, context)
+    c, told, context = method.config, frugal(method, context), aimed(method, context)
     count = c.candidates if c.inference_with_candidates else 1
-    proposed = propose(method, context, count)  # [n, m, A]
+    proposed = propose(method, told, count)  # [n, m, A]
     rows = torch.arange(proposed.shape[0], device=proposed.device)
     if count == 1:
         return Decision(proposed[:, 0], {"fallback": torch.zeros(proposed.shape[0], device=proposed.device)})
@@ -41,6 +41,25 @@ def aimed(method: QPT, context: Context) -> Context:
     return context._replace(
         cost_to_go=context.cost_to_go - kept_back[:, None], cost_limit=context.cost_limit - kept_back
     )
+
+
+def frugal(method: QPT, context: Context) -> Context:
+    """What candidates are told: the limit that is aimed at, or less cost where the return they are asked for took less.
+
+    That is the target or, if higher, the return that would be suggested for the limit (`Spec.suggest_return`): a target
+    that was lowered so that it can be reached does not make the limit any smaller.
+    """
+    c, spec, limit, told = method.config, method.spec, context.cost_limit, aimed(method, context)
+    if c.frugality is None:
+        return told
+    costs, returns = method.frontier
+    best = returns[(costs <= limit[:, None]).sum(1).clamp(min=1) - 1]
+    near = (returns < (best - c.frugality * (spec.return_max - spec.return_min))[:, None]).sum(1)
+    suggested = torch.where(costs[near] <= limit / 2, returns[near], best)
+    asked = torch.maximum(suggested, context.return_target)
+    cheapest = costs[(returns < (asked - 1e-6 * asked.abs())[:, None]).sum(1)]  # both are rounded
+    spare = (told.cost_limit - cheapest).clamp(min=0)
+    return told._replace(cost_to_go=told.cost_to_go - spare[:, None])
 
 
 class Draw(NamedTuple):

@@ -81,6 +81,9 @@ class QPT(nn.Module):
             "etas", torch.tensor([config.eta_reward, config.eta_cost], dtype=torch.float64), persistent=False
         )
         self.etas: Tensor
+        pareto = torch.tensor([[*spec.frontier_costs, float("inf")], [*spec.frontier_returns, float("inf")]])
+        self.register_buffer("frontier", pareto, persistent=False)  # costs and returns, and what was never reached
+        self.frontier: Tensor
         self.reward_scale = config.reward_scale or 10 / max(spec.mean_return_to_go, 1e-6)
         self.cost_scale = config.critic_cost_scale or 10 / max(spec.mean_cost_to_go, 1.0)
         self.n_step = config.n_step or config.context
@@ -290,6 +293,9 @@ class QPT(nn.Module):
     def _draw_actions(self, batch: WindowBatch) -> Tensor | None:
         """Actions from anywhere in the range, for the classifier."""
         return 2 * torch.rand_like(batch.actions) - 1 if self.config.support else None
+
+    def suggest_return(self, cost_limit: float) -> float:
+        return self.spec.suggest_return(cost_limit, self.config.frugality or 0.0)
 
     def act(self, context: Context) -> Decision:
         return candidates.decide(self, context)

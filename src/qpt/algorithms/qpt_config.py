@@ -135,6 +135,10 @@ class QPTConfig:
     limit_factor: float = 0.95
     """Share of the limit that decisions aim at (paper: 1): the realised cost lies on both sides of what is aimed at,
     and its mean shall not exceed the limit."""
+    frugality: float | None = 0.01
+    """Ask for no more cost than the logged episode with the target return had, and where half of the limit bought all
+    but this share of the range of logged returns, for the cheapest such episode. None (paper): for the whole limit. The
+    test goes by the limit in either case (measured in docs/methods/qpt.md)."""
     inference_with_candidates: bool = True
     """Choose among candidates by the critics (switch 4 of the ablation)."""
     candidates: int = 50
@@ -187,6 +191,8 @@ class QPTConfig:
             raise QptError(f"history is from 1 to the context of {self.context} steps, not {self.history}")
         if not 0 < self.limit_factor <= 1:
             raise QptError(f"limit_factor is a share of the limit, above 0 and at most 1, not {self.limit_factor:g}")
+        if self.frugality is not None and not 0 <= self.frugality <= 1:
+            raise QptError(f"frugality is a share of the range of returns, from 0 to 1, not {self.frugality:g}")
         if not 0 <= self.decay <= 1:
             raise QptError(f"decay is a share of the steps, from 0 to 1, not {self.decay:g}")
         if not 0 < self.discount <= 1 or not 0 < self.cost_discount <= 1:
@@ -203,6 +209,7 @@ class QPTConfig:
                 train_with_reward_critic=False,
                 train_with_cost_critic=False,
                 limit_factor=1.0,
+                frugality=None,
                 inference_with_candidates=False,
             )
         if name == "paper":
@@ -234,6 +241,7 @@ class QPTConfig:
                 lr=1e-4,
                 critic_lr=1e-4,
                 limit_factor=1.0,
+                frugality=None,
                 inference_with_candidates=True,
                 candidates=50,
                 rtg_noise=0.05,

@@ -117,7 +117,7 @@ def _value(text: str, written: str, hint: Any) -> Any:
     try:
         value = tomllib.loads(f"x = {written}")["x"]
     except tomllib.TOMLDecodeError:
-        value = {"True": True, "False": False}.get(written, written)  # a text need not be quoted
+        value = {"True": True, "False": False, "None": None}.get(written, written)  # a text need not be quoted
     for candidate in (value, written):
         if _fits(candidate, hint):
             return tuple(candidate) if isinstance(candidate, list) else candidate

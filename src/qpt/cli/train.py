@@ -117,6 +117,7 @@ def _with_values(run: _RunFlags, method: Any, values: dict[str, Any], file: str)
     known = own | {f.name for f in fields(method)}
     if {"seed", "seeds"} <= set(values):
         raise QptError(f"the config {file} has both seed and seeds, which exclude each other; keep one of them")
+    values = {name: None if value == "None" else value for name, value in values.items()}  # TOML has no word for it
     for name, value in values.items():
         if name not in known:
             raise QptError(f"the config {file} has {name!r}, which {run.algorithm} does not know; see qpt train --help")
