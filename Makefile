@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 
 # The training run of the demo: small enough for two cores and three minutes.
 DEMO_FLAGS ?= --steps 5000 --batch-size 128 --width 64 --layers 2 --heads 4 --context 3 --critic-width 64 \
-  --lr 1e-3 --critic-lr 1e-3 --warmup 100 --dropout 0 --attention-dropout 0 --candidates 16 --target-factor 0.95
+  --lr 1e-3 --critic-lr 1e-3 --warmup 100 --dropout 0 --attention-dropout 0 --candidates 16
 DEMO_LIMITS ?= 10 40 70
 
 .PHONY: demo test test-slow lint format docs bench setup clean

@@ -134,7 +134,8 @@ def gradients(case: str, rank: int, steps: int = 2) -> dict[str, torch.Tensor]:
 
 
 def run_config(out: Path, **changes: Any) -> TrainConfig:
-    method = QPTConfig(steps=8, batch_size=8, width=8, layers=1, heads=2, context=3, critic_width=8, dropout=0.2)
+    small = {"width": 8, "layers": 1, "heads": 2, "context": 3, "critic_width": 8}
+    method = QPTConfig(steps=8, batch_size=8, dropout=0.2, decay=0.0, **small)  # a falling rate knows when it will end
     settings: dict[str, Any] = {"config": method, "checkpoint_every": 4, "log_every": 2, "progress": False}
     return TrainConfig(out=out, threads=1, device="cpu", **(settings | changes))
 

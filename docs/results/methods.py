@@ -36,6 +36,7 @@ ROWS = {  # row of a table: name, colour, marker. Colours that stay apart for co
     "qpt-long/cal90": ("QPT, falling rate, calibrated 0.9", "#663311", "H"),
     "qpt-paper": ("paper preset", "#ee3377", "*"),
     "qpt-paper-scale": ("paper preset, batch 2048", "#aa1155", "*"),
+    "qpt-paper-scale/single": ("paper preset, batch 2048, one candidate", "#dd77aa", "P"),
     "transformer": ("conditional transformer", "#004488", "o"),
     "transformer-long": ("conditional transformer, falling rate", "#6699cc", "o"),
     "cdt": ("CDT", "#33bbee", "s"),
@@ -367,7 +368,8 @@ def sweep(table: Table, tasks: list[str]) -> None:
         axes.set_xlabel("cost limit")
         axes.set_ylabel("mean cost")
         axes.set_title(task, fontsize=10)
-        axes.legend(fontsize=8, frameon=False)
+    shared = {text: line for axes in panels for line, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(shared.values(), shared, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     plotting.save(figure, HERE / "methods-sweep.png")
     markdown(["task", "method", "limits", "Spearman", "lowest", "seeds"], rows)
     print("![Mean cost against the limit, one line a seed](results/methods-sweep.png)\n")

@@ -117,8 +117,9 @@ class QPTConfig:
     """Adam's betas."""
     warmup: int = 500
     """Steps of linear warm-up of the policy's learning rate."""
-    decay: float = 0.0
-    """Share of the steps, at the end, over which all learning rates fall linearly to 0."""
+    decay: float = 0.5
+    """Share of the steps, at the end, over which all learning rates fall linearly to 0 (paper: none). A run that is
+    resumed with more steps goes by the new number from there on."""
     clip: float = 0.25
     """Gradient-norm clip of the policy."""
     critic_clip: float = 10.0
@@ -240,6 +241,7 @@ class QPTConfig:
                 normalizer="batch",
                 lr=1e-4,
                 critic_lr=1e-4,
+                decay=0.0,
                 limit_factor=1.0,
                 frugality=None,
                 inference_with_candidates=True,
