@@ -333,7 +333,8 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
     if c.frugality is not None:
         suggested = method.spec.suggest_return(context.cost_limit[row].item(), c.frugality)
         for cost, reached in zip(method.spec.frontier_costs, method.spec.frontier_returns, strict=True):
-            told = min(told, torch.tensor(cost)) if reached >= max(context.return_target[row], suggested) else told
+            if reached >= max(context.return_target[row], suggested):
+                told = min(told, max(torch.tensor(cost), context.cost_limit[row] / 4))
     from qpt.nets.noise import episode_normal
 
     step = context.steps[row, n - 1] if c.noise_mode == "step" else torch.tensor(0)
@@ -417,6 +418,7 @@ def test_candidates_are_told_what_the_target_return_cost() -> None:
         (returns[2], second + 0.5, second + 0.5),  # a higher one took more than the limit: all of it may be spent
         (returns[2], top + 9, top),  # more is within the limit
         (returns[-1] + 1, top + 9, top + 9),  # nobody has reached it
+        (returns[0], 4.0, 1.0),  # it cost nothing, and a quarter of the limit is told
     ]
     targets, limits, told = torch.tensor(rows).double().T
     context = random_context(method, len(rows))._replace(return_target=targets, cost_limit=limits)

@@ -58,6 +58,7 @@ def frugal(method: QPT, context: Context) -> Context:
     suggested = torch.where(costs[near] <= limit / 2, returns[near], best)
     asked = torch.maximum(suggested, context.return_target)
     cheapest = costs[(returns < (asked - 1e-6 * asked.abs())[:, None]).sum(1)]  # both are rounded
+    cheapest = torch.maximum(cheapest, limit / 4)  # told 0, a policy is beyond all that was logged at its first cost
     spare = (told.cost_limit - cheapest).clamp(min=0)
     return told._replace(cost_to_go=told.cost_to_go - spare[:, None])
 

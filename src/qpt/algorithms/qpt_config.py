@@ -138,8 +138,8 @@ class QPTConfig:
     and its mean shall not exceed the limit."""
     frugality: float | None = 0.01
     """Ask for no more cost than the logged episode with the target return had, and where half of the limit bought all
-    but this share of the range of logged returns, for the cheapest such episode. None (paper): for the whole limit. The
-    test goes by the limit in either case (measured in docs/methods/qpt.md)."""
+    but this share of the range of logged returns, for the cheapest such episode; but for no less than a quarter of the
+    limit. None (paper): for the whole limit. The test goes by the limit in either case (docs/methods/qpt.md)."""
     inference_with_candidates: bool = True
     """Choose among candidates by the critics (switch 4 of the ablation)."""
     candidates: int = 50
