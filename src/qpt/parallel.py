@@ -59,6 +59,7 @@ def group(device: torch.device) -> Iterator[None]:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
     try:
         yield
+        dist.barrier()  # who left early would take the connection from one that still writes
     finally:
         dist.destroy_process_group()
 
