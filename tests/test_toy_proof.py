@@ -79,6 +79,7 @@ def test_the_table_counts_an_instance_as_solved_only_within_every_limit() -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("kind", ["stitching", "tradeoff"])
 def test_qpt_reaches_95_percent_of_the_optimum_where_the_others_do_not(kind: str) -> None:
     """Three instances by default; QPT_TOY_INSTANCES=20 is the whole proof."""
