@@ -258,7 +258,7 @@ def test_only_likely_candidates_count() -> None:
     reward_q = torch.tensor([[1.0, 3.0, 2.0, 9.0]] * 2).double()
     cost_q = budget[:, None] + torch.tensor([[-3.0, -3.0, -2.0, 9.0], [7.0, 6.0, 8.0, 9.0]]).double()
     likely = torch.tensor([[True, False, True, True]] * 2)
-    chosen, infeasible = candidates.choose(method, context, reward_q, cost_q, likely)
+    chosen, infeasible = candidates.choose(method, context, torch.zeros(2, 4, 1), reward_q, cost_q, likely)
     assert chosen.tolist() == [2, 0]  # not the better 1; not the cheaper 1
     assert infeasible.tolist() == [False, True]
 
@@ -385,8 +385,9 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
         scored.append((action, qr, qc, ratio))
     likely = [one for one in scored if one[3] >= c.support]
     for action, qr, qc, _ in likely or scored:
-        if qc <= limit + (c.budget_margin if c.budget_critics else 0.0) and qr > best_value:
-            best, best_value = action, qr
+        value = qr if c.selection == "constrained" else -(action - scored[0][0]).norm().item()
+        if qc <= limit + (c.budget_margin if c.budget_critics else 0.0) and value > best_value:
+            best, best_value = action, value
         if qc < least_value:
             least, least_value = action, qc
     return (best, False) if best is not None else (least, True)  # type: ignore[return-value]
@@ -439,6 +440,7 @@ def test_candidates_are_told_what_the_target_return_cost() -> None:
         {"limit_factor": 0.6, "ctg_noise": 0.3},
         {"frugality": None, "ctg_noise": 0.3},
         {"support": 0.9, "ctg_noise": 0.3},
+        {"selection": "shield", "ctg_noise": 0.3},
     ],
 )
 def test_decisions_equal_the_slow_reference(noise_mode: str, extra: dict[str, Any]) -> None:
@@ -499,36 +501,38 @@ def test_selection_rules() -> None:
     budget = context.now(context.cost_to_go)
     reward_q = torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 2).double()
     cost_q = budget[:, None] + torch.tensor([[-1.0, 0.0, 1.0, 2.0], [4.0, 3.0, 2.5, 3.5]]).double()
-    assert candidates.choose(method, context, reward_q, cost_q)[0].tolist() == [1, 2]  # best feasible; least cost
-    assert candidates.choose(method, context, reward_q, cost_q)[1].tolist() == [False, True]
+    actions = torch.zeros(2, 4, 1).double()  # only a shield looks at them
+    assert candidates.choose(method, context, actions, reward_q, cost_q)[0].tolist() == [1, 2]  # best feasible; least cost
+    assert candidates.choose(method, context, actions, reward_q, cost_q)[1].tolist() == [False, True]
     method.config = replace(method.config, fallback="ignore")
-    assert candidates.choose(method, context, reward_q, cost_q)[0].tolist() == [1, 3]
+    assert candidates.choose(method, context, actions, reward_q, cost_q)[0].tolist() == [1, 3]
     method.config = replace(method.config, selection="tradeoff", tradeoff=0.1)
     expected = (reward_q - 0.1 * cost_q).argmax(1)
-    assert torch.equal(candidates.choose(method, context, reward_q, cost_q)[0], expected)
+    assert torch.equal(candidates.choose(method, context, actions, reward_q, cost_q)[0], expected)
     method.config = replace(method.config, selection="constrained", cost_test="none")
-    assert candidates.choose(method, context, reward_q, cost_q)[0].tolist() == [3, 3]
+    assert candidates.choose(method, context, actions, reward_q, cost_q)[0].tolist() == [3, 3]
 
 
-def test_the_shield_keeps_the_first_candidate_where_it_passes_the_test() -> None:
+def test_the_shield_changes_the_first_candidate_as_little_as_the_test_lets_it() -> None:
     method, _ = make(candidates=4, selection="shield", cost_test="literal", budget_critics=False)
     context = random_context(method, 6)
     budget = context.now(context.cost_to_go)
     beyond = [
         [-1.0, -2.0, -3.0, -4.0],  # all pass: the first, though it has neither the most reward nor the least cost
         [0.0, 1.0, -2.0, 2.0],  # exactly at the budget is within it
-        [0.5, -1.0, -3.0, 2.0],  # the first fails: the best of those that pass
+        [0.5, -1.0, -3.0, 2.0],  # the first fails: the nearest of those that pass, not the best by Q^r
         [0.5, 2.0, 1.0, -0.1],  # only the last passes
         [2.0, 3.0, 1.0, 4.0],  # none passes: the least cost
         [0.5, 3.0, 1.0, 4.0],  # the same, and the first has it
     ]
     cost_q = budget[:, None] + torch.tensor(beyond).double()
     reward_q = torch.tensor([[5.0, 9.0, 7.0, 6.0]] * 6).double()
-    chosen, infeasible = candidates.choose(method, context, reward_q, cost_q)
-    assert chosen.tolist() == [0, 0, 1, 3, 2, 0]
+    actions = torch.tensor([[0.1, -0.5], [0.8, 0.5], [-0.2, -0.4], [0.9, 0.9]]).double().expand(6, -1, -1)
+    chosen, infeasible = candidates.choose(method, context, actions, reward_q, cost_q)
+    assert chosen.tolist() == [0, 0, 2, 3, 2, 0]
     assert infeasible.tolist() == [False, False, False, False, True, True]
     method.config = replace(method.config, selection="constrained")  # the same scores, chosen by reward
-    assert candidates.choose(method, context, reward_q, cost_q)[0].tolist() == [1, 2, 1, 3, 2, 0]
+    assert candidates.choose(method, context, actions, reward_q, cost_q)[0].tolist() == [1, 2, 1, 3, 2, 0]
 
 
 def test_horizon_budget_is_an_even_discounted_spend() -> None:

@@ -28,7 +28,8 @@ def decide(method: QPT, context: Context) -> Decision:
     if count == 1:
         return Decision(proposed[:, 0], {"fallback": torch.zeros(proposed.shape[0], device=proposed.device)})
     reward_q, cost_q = score(method, context, proposed)
-    chosen, infeasible = choose(method, context, reward_q, cost_q, supported(method, context, proposed))
+    likely = supported(method, context, proposed)
+    chosen, infeasible = choose(method, context, proposed, reward_q, cost_q, likely)
     return Decision(
         proposed[rows, chosen],
         {"fallback": infeasible.float(), "reward_q": reward_q[rows, chosen], "cost_q": cost_q[rows, chosen]},
@@ -187,9 +188,12 @@ def supported(method: QPT, context: Context, actions: Tensor) -> Tensor | None:
 
 
 def choose(
-    method: QPT, context: Context, reward_q: Tensor, cost_q: Tensor, likely: Tensor | None = None
+    method: QPT, context: Context, actions: Tensor, reward_q: Tensor, cost_q: Tensor, likely: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Index of the chosen candidate [n], and whether none was feasible [n]; only `likely` ones count, if given."""
+    """Index of the chosen candidate [n], and whether none was feasible [n]; only `likely` ones count, if given.
+
+    actions [n, m, A], the first candidate's is the policy's own; values of the critics [n, m].
+    """
     c = method.config
     balance = reward_q - c.tradeoff * method.reward_scale * cost_q
     if c.selection == "tradeoff":
@@ -204,7 +208,8 @@ def choose(
         feasible = cost_q + c.test_offset <= budget[:, None] + margin
         if c.cost_test == "none":
             feasible = torch.ones_like(feasible)
-        value = reward_q
+        # A shield changes as little as it must: the policy's own action where it passes, else the nearest that does.
+        value = reward_q if c.selection == "constrained" else -(actions - actions[:, :1]).square().sum(-1)
     fallback = {"least-cost": -cost_q, "ignore": reward_q, "tradeoff": balance}[c.fallback]
     if likely is not None:
         feasible, fallback = feasible & likely, fallback.masked_fill(~likely, float("-inf"))
@@ -214,6 +219,6 @@ def choose(
         uniform = draw(method, context, value.shape[1], CHOOSE)
         value = value - torch.log(-torch.log(uniform))
     chosen = value.argmax(1)
-    if c.selection == "shield":  # the first candidate is the policy's own choice: keep it where it fits
+    if c.selection == "shield":  # also where the choice is drawn
         chosen = torch.where(feasible[:, 0], 0, chosen)
     return chosen, infeasible

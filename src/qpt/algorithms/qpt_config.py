@@ -168,7 +168,7 @@ class QPTConfig:
     """When no candidate is feasible: the least Q^c, the largest Q^r, or the trade-off."""
     selection: Literal["constrained", "tradeoff", "shield"] = "shield"
     """Best feasible candidate (paper); argmax Q^r - λ Q^c; or the un-noised candidate unless it fails the test, then
-    the best feasible one (measured in docs/results.md)."""
+    the feasible one whose action is nearest to its own (measured in docs/comparison.md)."""
     tradeoff: float = 1.0
     """λ of the trade-off, in reward per cost as the data scale them."""
     choice: Literal["argmax", "softmax"] = "argmax"
