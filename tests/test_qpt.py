@@ -502,8 +502,9 @@ def test_selection_rules() -> None:
     reward_q = torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 2).double()
     cost_q = budget[:, None] + torch.tensor([[-1.0, 0.0, 1.0, 2.0], [4.0, 3.0, 2.5, 3.5]]).double()
     actions = torch.zeros(2, 4, 1).double()  # only a shield looks at them
-    assert candidates.choose(method, context, actions, reward_q, cost_q)[0].tolist() == [1, 2]  # best feasible; least cost
-    assert candidates.choose(method, context, actions, reward_q, cost_q)[1].tolist() == [False, True]
+    chosen, infeasible = candidates.choose(method, context, actions, reward_q, cost_q)
+    assert chosen.tolist() == [1, 2]  # best feasible; least cost
+    assert infeasible.tolist() == [False, True]
     method.config = replace(method.config, fallback="ignore")
     assert candidates.choose(method, context, actions, reward_q, cost_q)[0].tolist() == [1, 3]
     method.config = replace(method.config, selection="tradeoff", tradeoff=0.1)
