@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def decide(method: QPT, context: Context) -> Decision:
-    """argmax_j Q^r(s, a_j) subject to Q^c(s, a_j) <= remaining budget, over the candidates' actions a_j."""
+    """One of the candidates' actions a_j with Q^c(s, a_j) <= remaining budget: best by Q^r, or as `choose` is told."""
     c, told, context = method.config, frugal(method, context), aimed(method, context)
     count = c.candidates if c.inference_with_candidates else 1
     proposed = propose(method, told, count)  # [n, m, A]
