@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -26,13 +27,52 @@ def test_mish_and_its_gradient_equal_their_definition() -> None:
         assert slope == pytest.approx(t + at * (1 - t * t) / (1 + math.exp(-at)), abs=1e-12)
 
 
-def test_the_closed_form_of_mish_equals_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OnCuda(Tensor):
-        is_cuda = True  # type: ignore[assignment]
+class OnCuda(Tensor):
+    is_cuda = True  # type: ignore[assignment]
 
+
+@pytest.mark.parametrize(
+    ("fused", "plain", "dtype", "error"),
+    [
+        (pointwise.mish, F.mish, torch.float64, 1e-12),
+        (pointwise.mish, F.mish, torch.float32, 2e-6),
+        (pointwise.GELU(), F.gelu, torch.float64, 0.0),  # rounded only where bf16 rounds more
+        (pointwise.GELU(), F.gelu, torch.bfloat16, 0.05),
+    ],
+)
+def test_compiled_forms_and_their_slopes_equal_the_definitions(
+    monkeypatch: pytest.MonkeyPatch,
+    fused: Callable[[Tensor], Tensor],
+    plain: Callable[[Tensor], Tensor],
+    dtype: torch.dtype,
+    error: float,
+) -> None:
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    x = torch.linspace(-40, 40, 801, dtype=torch.float64)
-    assert torch.allclose(torch.Tensor(pointwise.mish(x.as_subclass(OnCuda))), F.mish(x), atol=1e-12)
+    x = torch.cat([torch.linspace(-40, 40, 801), torch.tensor([-1e4, -90.0, 0.0, 90.0, 1e4])]).to(dtype)
+    found = []
+    for function, values in ((fused, x.as_subclass(OnCuda)), (plain, x.double())):
+        leaf = values.clone().requires_grad_()
+        y = function(leaf)
+        (slope,) = torch.autograd.grad(y.sum(), leaf)
+        found.append([t.detach().as_subclass(Tensor).double() for t in (y, slope)])
+    for got, right in zip(*found, strict=True):
+        assert torch.allclose(got, right, rtol=error / 5, atol=error)
+
+
+def test_the_share_of_the_normal_in_gelu_is_right_to_a_millionth() -> None:
+    u = torch.linspace(0, 40, 4001, dtype=torch.float64)
+    assert (pointwise._tail(u) - torch.special.ndtr(-u)).abs().max().item() < 2e-6
+    assert pointwise._tail(u.float())[-1] == 0
+
+
+def test_compiled_forms_can_be_compiled() -> None:
+    x = torch.linspace(-5, 5, 64).requires_grad_()
+    for form, plain in ((pointwise._FusedMish, F.mish), (pointwise._FusedGelu, F.gelu)):
+        y = torch.compile(lambda x, form=form: form.apply(x), backend="aot_eager")(x)
+        pairs = zip(
+            (y, *torch.autograd.grad(y.sum(), x)), (plain(x), *torch.autograd.grad(plain(x).sum(), x)), strict=True
+        )
+        assert all(torch.allclose(got, right, atol=1e-5) for got, right in pairs)
 
 
 def test_hashed_bits_are_murmurs_and_uniform() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qpt import parallel
+from qpt.algorithms.flat import FlatAdam, joined
 from qpt.data.augment import augment
 from qpt.data.sampling import Sampler, WindowSampler
 from qpt.data.trajectories import Trajectories
@@ -233,18 +234,12 @@ def adam(
     *,
     weight_decay: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.999),
-) -> torch.optim.AdamW:
+) -> torch.optim.Optimizer:
     """Fused Adam(W) whose learning rate is a tensor on the device, so that a captured step can change it."""
     parameters = list(parameters)
-    device = parameters[0].device
-    return torch.optim.AdamW(
-        parameters,
-        lr=torch.tensor(lr, device=device),
-        betas=betas,
-        weight_decay=weight_decay,
-        fused=True,
-        capturable=device.type == "cuda",
-    )
+    if parameters[0].is_cuda:
+        return FlatAdam(parameters, lr, weight_decay=weight_decay, betas=betas)
+    return torch.optim.AdamW(parameters, lr=torch.tensor(lr), betas=betas, weight_decay=weight_decay, fused=True)
 
 
 def descend(
@@ -255,7 +250,10 @@ def descend(
     The gradient norm of each group is clipped on its own; returns the norms before clipping.
     """
     flat = [parameter for group in groups for parameter in group]
-    for parameter, gradient in zip(flat, parallel.average(torch.autograd.grad(loss, flat)), strict=True):
+    gradients = parallel.average(torch.autograd.grad(loss, flat))
+    if isinstance(optimizer, FlatAdam):
+        return optimizer.descend(gradients, [len(group) for group in groups], clip)
+    for parameter, gradient in zip(flat, gradients, strict=True):
         # A compiled backward pass may lay a gradient out in its own way; fused optimisers want it like the parameter.
         alike = gradient.stride() == parameter.stride()
         parameter.grad = gradient if alike else torch.empty_like(parameter).copy_(gradient)
@@ -267,7 +265,10 @@ def descend(
 def soft_update(target: Sequence[Tensor], online: Sequence[Tensor], rate: float | Tensor) -> None:
     """target <- target + rate * (online - target), in few fused calls; a rate that changes is a tensor."""
     with torch.no_grad():
-        if isinstance(rate, Tensor):
+        if target[0].is_cuda:
+            for old, new in joined(target, online):
+                old.lerp_(new, rate)
+        elif isinstance(rate, Tensor):
             drift = torch._foreach_sub(list(online), list(target))
             torch._foreach_mul_(drift, rate)
             torch._foreach_add_(list(target), drift)

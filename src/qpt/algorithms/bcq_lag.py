@@ -29,6 +29,7 @@ from qpt.algorithms.base import (
     frozen_copy,
     soft_update,
 )
+from qpt.algorithms.flat import side_by_side
 from qpt.algorithms.multiplier import PIDMultiplier
 from qpt.data.sampling import TransitionBatch, TransitionSampler
 from qpt.data.trajectories import Trajectories
@@ -121,11 +122,13 @@ class BCQLag(nn.Module):
             "critics": [*self.reward_critics.parameters(), *self.cost_critics.parameters()],
             "actor": list(self.actor.parameters()),
         }
-        self.targets = [
-            *self.target_reward_critics.parameters(),
-            *self.target_cost_critics.parameters(),
-            *self.target_actor.parameters(),
-        ]
+        self.targets = side_by_side(
+            [
+                *self.target_reward_critics.parameters(),
+                *self.target_cost_critics.parameters(),
+                *self.target_actor.parameters(),
+            ]
+        )
         self.optimizers: dict[str, torch.optim.Optimizer] = {
             name: adam(parameters, self.config.lr) for name, parameters in self.learned.items()
         }

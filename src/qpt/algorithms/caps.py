@@ -36,6 +36,7 @@ from qpt.algorithms.base import (
     frozen_copy,
     soft_update,
 )
+from qpt.algorithms.flat import side_by_side
 from qpt.algorithms.targets import expectile_loss
 from qpt.data.sampling import TransitionBatch, TransitionSampler
 from qpt.data.trajectories import Trajectories
@@ -156,7 +157,7 @@ class CAPS(nn.Module):
         lr = self.config.lr
         self.critic_parameters, self.critic_targets = (
             list(self.critics.parameters()),
-            list(self.target_critics.parameters()),
+            side_by_side(self.target_critics.parameters()),
         )
         self.policy_parameters = list(self.policy.parameters())
         self.optimizers: dict[str, torch.optim.Optimizer] = {

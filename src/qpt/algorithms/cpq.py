@@ -37,6 +37,7 @@ from qpt.algorithms.base import (
     frozen_copy,
     soft_update,
 )
+from qpt.algorithms.flat import side_by_side
 from qpt.data.sampling import TransitionBatch, TransitionSampler
 from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError
@@ -128,7 +129,7 @@ class CPQ(nn.Module):
             "critics": [*self.reward_critics.parameters(), *self.cost_critics.parameters()],
             "actor": list(self.actor.parameters()),
         }
-        self.targets = [*self.target_reward_critics.parameters(), *self.target_cost_critics.parameters()]
+        self.targets = side_by_side([*self.target_reward_critics.parameters(), *self.target_cost_critics.parameters()])
         rates = {"vae": c.vae_lr, "critics": c.critic_lr, "actor": c.actor_lr}
         self.optimizers: dict[str, torch.optim.Optimizer] = {
             name: adam(parameters, rates[name]) for name, parameters in self.learned.items()

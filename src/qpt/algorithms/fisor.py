@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from qpt.algorithms.base import Context, Decision, LimitMode, Spec, adam, descend, frozen_copy, soft_update
+from qpt.algorithms.flat import side_by_side
 from qpt.algorithms.targets import expectile_loss
 from qpt.data.sampling import TransitionBatch, TransitionSampler
 from qpt.data.trajectories import Trajectories
@@ -156,12 +157,12 @@ class FISOR(nn.Module):
         c = self.config
         self.critic_parameters, self.critic_targets = (
             list(self.critics.parameters()),
-            list(self.target_critics.parameters()),
+            side_by_side(self.target_critics.parameters()),
         )
         self.value_parameters = list(self.values.parameters())
         self.policy_parameters, self.policy_targets = (
             list(self.denoiser.parameters()),
-            list(self.acting_denoiser.parameters()),
+            side_by_side(self.acting_denoiser.parameters()),
         )
         self.optimizers: dict[str, torch.optim.Optimizer] = {
             "policy": adam(self.policy_parameters, c.lr),

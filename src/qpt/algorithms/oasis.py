@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from qpt.algorithms.base import Context, Decision, LimitMode, Spec, adam, descend, frozen_copy, masked_mean, soft_update
 from qpt.algorithms.bcq_lag import BCQLag, BCQLagConfig
+from qpt.algorithms.flat import side_by_side
 from qpt.algorithms.oasis_sampling import SequenceBatch, SequenceSampler
 from qpt.data.sampling import TransitionBatch, Weighting
 from qpt.data.trajectories import Trajectories
@@ -219,7 +220,8 @@ class OASIS(nn.Module):
     def make_optimizers(self) -> None:
         """(Re)build the optimisers, after the module has moved to its device."""
         c = self.config
-        self.unet_parameters, self.unet_targets = tuple(self.unet.parameters()), tuple(self.averaged_unet.parameters())
+        self.unet_parameters = list(self.unet.parameters())
+        self.unet_targets = side_by_side(self.averaged_unet.parameters())
         self.generator_parameters = [*self.unet_parameters, *self.inverse.parameters()]
         self.labeler_parameters = list(self.labelers.parameters())
         self.policy.make_optimizers()

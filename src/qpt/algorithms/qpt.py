@@ -26,6 +26,7 @@ from qpt.algorithms.base import (
     relabelled_windows,
     soft_update,
 )
+from qpt.algorithms.flat import side_by_side
 from qpt.algorithms.qpt_config import QPTConfig, Reduction
 from qpt.algorithms.targets import expectile_loss, n_step_targets
 from qpt.data.sampling import WindowBatch, WindowSampler
@@ -103,9 +104,11 @@ class QPT(nn.Module):
         """(Re)build the optimisers, after the module has moved to its device."""
         c = self.config
         self.policy_parameters = [*self.transformer.parameters(), *self.head.parameters()]
-        self.policy_targets = [*self.target_transformer.parameters(), *self.target_head.parameters()]
+        self.policy_targets = side_by_side([*self.target_transformer.parameters(), *self.target_head.parameters()])
         self.critic_parameters = [*self.reward_critics.parameters(), *self.cost_critics.parameters()]
-        self.critic_targets = [*self.target_reward_critics.parameters(), *self.target_cost_critics.parameters()]
+        self.critic_targets = side_by_side(
+            [*self.target_reward_critics.parameters(), *self.target_cost_critics.parameters()]
+        )
         learned = [self.reward_critics, self.cost_critics, *([self.values] if c.bootstrap == "expectile" else [])]
         learned += [self.likelihood] if self.likelihood else []
         self.learned_critics = [list(part.parameters()) for part in learned]  # clipped apart: no signal drowns another

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qpt.nets.attention import query_attention, self_attention
-from qpt.nets.pointwise import Dropout
+from qpt.nets.perceptron import mix
+from qpt.nets.pointwise import GELU, Dropout
 
 TOKENS = 4  # a step is return-to-go, cost-to-go, state, action
 STATE, ACTION = 2, 3  # places of the state and of the action token in a step
@@ -24,7 +25,7 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.project = nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), Dropout(dropout))
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), GELU(), nn.Linear(4 * width, width), Dropout(dropout))
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,8 +56,7 @@ class Block(nn.Module):
 
     def _mix(self, x: Tensor) -> Tensor:
         """The perceptron's half of the block."""
-        mixed: Tensor = x + self.mlp(self.norm2(x))
-        return mixed
+        return mix(x, self.norm2, self.mlp)
 
     def _split(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values, each [B, H, L, d]."""
