@@ -151,10 +151,7 @@ class TrajectoryTransformer(nn.Module):
 
         With `last` [B], only at the state token of that step of each window: [B, 1, 1, D].
         """
-        x = self._embed(return_to_go, cost_to_go, observations, actions, steps).flatten(1, 2)  # [B, 4K, D]
-        x = self.dropout(self.norm_in(x))
-        if torch.is_autocast_enabled(x.device.type):  # what blocks add up is then as narrow as what they add
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = self._enter(return_to_go, cost_to_go, observations, actions, steps).flatten(1, 2)  # [B, 4K, D]
         for block in self.blocks[:-1]:
             x = block(x)
         final = cast(Block, self.blocks[-1])
@@ -164,17 +161,32 @@ class TrajectoryTransformer(nn.Module):
         x = final.read(x, kinds, _pick(tokens[None, :, None], kinds)[0, :, 0])
         return torch.unflatten(self.norm_out(x), 1, (-1, len(kinds)))
 
-    def _embed(
+    def _enter(
         self, return_to_go: Tensor, cost_to_go: Tensor, observations: Tensor, actions: Tensor, steps: Tensor
     ) -> Tensor:
-        tokens = [
+        """What the first block is given: [..., 4, D]."""
+        kinds = self._kinds(return_to_go, cost_to_go, observations, actions)
+        if (
+            observations.is_cuda and torch.compiler.is_compiling()
+        ):  # each alone: written once, and narrow
+            places = self.embed_step(steps)
+            return torch.stack([self._narrow(self.dropout(self.norm_in(kind + places))) for kind in kinds], -2)
+        embedded = torch.stack(kinds, -2) + self.embed_step(steps)[..., None, :]
+        return self._narrow(self.dropout(self.norm_in(embedded)))
+
+    @staticmethod
+    def _narrow(x: Tensor) -> Tensor:
+        """With autocast, what blocks add up is as narrow as what they add."""
+        kind = x.device.type
+        return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+    def _kinds(self, return_to_go: Tensor, cost_to_go: Tensor, observations: Tensor, actions: Tensor) -> list[Tensor]:
+        return [
             _scaled(self.embed_return, return_to_go * self.return_scale),
             _scaled(self.embed_cost, self.cost_offset - cost_to_go * self.cost_scale),
             self.embed_observation((observations - self.mean) / self.std),
             self.embed_action(actions),
         ]
-        embedded: Tensor = torch.stack(tokens, -2) + self.embed_step(steps)[..., None, :]  # [..., 4, D]
-        return embedded
 
     def candidates(
         self,
@@ -189,16 +201,15 @@ class TrajectoryTransformer(nn.Module):
     ) -> Tensor:
         """Hidden state of the current step for m candidates: [B, m, D]. Their common history is computed once."""
         rows, m = torch.arange(last.shape[0], device=last.device), return_candidates.shape[1]
-        current = self._embed(
+        current = self._enter(
             return_candidates,
             cost_candidates,
             observations[rows, last][:, None].expand(-1, m, -1),
             actions[rows, last][:, None].expand(-1, m, -1),
             steps[rows, last][:, None].expand(-1, m),
         )[:, :, :ACTION]  # the current action is not known yet: [B, m, 3, D]
-        y = self.dropout(self.norm_in(current)).flatten(1, 2)
-        past = self._embed(return_to_go, cost_to_go, observations, actions, steps).flatten(1, 2)
-        x = self.dropout(self.norm_in(past))
+        y = current.flatten(1, 2)
+        x = self._enter(return_to_go, cost_to_go, observations, actions, steps).flatten(1, 2)
         earlier = torch.arange(x.shape[1], device=x.device) < (last * TOKENS)[:, None]  # [B, 4K]
         for module in self.blocks:
             block = cast(Block, module)
