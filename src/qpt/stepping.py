@@ -38,7 +38,8 @@ class Stepper:
     def _compiled(self, name: str) -> Callable[..., Any]:
         """The compiled form of a method, or the method itself if it proves impossible to compile."""
         plain = getattr(self.algorithm, name)
-        compiled: Any = torch.compile(plain)
+        # On CUDA many small kernels are joined: casts of weights, sums of gradients.
+        compiled: Any = torch.compile(plain, options={"combo_kernels": True} if self._capture else None)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             try:

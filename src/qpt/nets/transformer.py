@@ -166,9 +166,7 @@ class TrajectoryTransformer(nn.Module):
     ) -> Tensor:
         """What the first block is given: [..., 4, D]."""
         kinds = self._kinds(return_to_go, cost_to_go, observations, actions)
-        if (
-            observations.is_cuda and torch.compiler.is_compiling()
-        ):  # each alone: written once, and narrow
+        if observations.is_cuda and torch.compiler.is_compiling():  # each alone: written once, and narrow
             places = self.embed_step(steps)
             return torch.stack([self._narrow(self.dropout(self.norm_in(kind + places))) for kind in kinds], -2)
         embedded = torch.stack(kinds, -2) + self.embed_step(steps)[..., None, :]
