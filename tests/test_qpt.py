@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -138,6 +139,22 @@ def test_the_policy_step_leaves_critics_alone_and_the_critic_step_the_policy() -
     changed = {k for k, v in method.state_dict().items() if not torch.equal(v, before[k])}
     assert changed
     assert all(k.startswith(("reward_critics.", "cost_critics.", "values.")) for k in changed)
+
+
+def test_targets_have_no_dropout_while_the_policy_trains() -> None:
+    method, batch = make(bootstrap="policy", budget_critics=False, dropout=0.5, attention_dropout=0.5)
+    for _ in range(2):  # also after an evaluation in between
+        method.train()
+        budgets = torch.ones(len(batch.rewards)).double()
+        targets = [method.policy(batch, target=True) for _ in range(2)]
+        assert torch.equal(*targets)
+        losses = [method.critic_loss(batch, budgets)[0] for _ in range(2)]
+        assert torch.equal(*losses)
+        assert not torch.equal(method.policy(batch), method.policy(batch))
+        method.eval()
+    again = copy.deepcopy(method).train()
+    assert not again.target_transformer.training
+    assert again.transformer.training
 
 
 def test_targets_follow_by_their_rates() -> None:

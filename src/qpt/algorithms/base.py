@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from types import MethodType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -277,10 +279,14 @@ def soft_update(target: Sequence[Tensor], online: Sequence[Tensor], rate: float 
 
 
 def frozen_copy(module: nn.Module) -> Any:
-    """A copy without gradients, in evaluation mode: a target network."""
-    import copy
+    """A copy without gradients that stays in evaluation mode (no dropout) while what holds it trains: a target."""
+    frozen = copy.deepcopy(module).eval().requires_grad_(False)
+    frozen.train = MethodType(_stay, frozen)  # type: ignore[method-assign]
+    return frozen
 
-    return copy.deepcopy(module).eval().requires_grad_(False)
+
+def _stay(module: nn.Module, mode: bool = True) -> nn.Module:  # noqa: ARG001
+    return module
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:

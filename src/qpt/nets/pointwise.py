@@ -32,22 +32,25 @@ def mish(x: Tensor) -> Tensor:
 
 
 class _FusedMish(torch.autograd.Function):
-    """x n / (n + 2) with n = e^x (e^x + 2). An inverse root is one instruction, a quotient many."""
+    """x n / (n + 2) with n = e^x (e^x + 2). An inverse root is one instruction, a quotient many.
+
+    (The forward pass must not end in a `.to` that changes nothing: compiled by torch 2.11, it had no gradient.)
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        _, n, r = _parts(x)
+        y = x * (n * r)
         ctx.save_for_backward(x)
-        wide = _widened(x)
-        _, n, r = _parts(wide)
-        return (wide * (n * r)).to(x.dtype)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         """The slope n r + 4 x e (e + 1) r² with r = 1 / (n + 2)."""
         (x,) = ctx.saved_tensors
-        wide = _widened(x)
-        e, n, r = _parts(wide)
-        return (grad * (r * (n + 4 * wide * (e * (e + 1) * r)))).to(grad.dtype)
+        e, n, r = _parts(x)
+        slope: Tensor = r * (n + 4 * x * (e * (e + 1) * r))
+        return grad * slope
 
 
 def _parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,25 +78,25 @@ def _tail(u: Tensor) -> Tensor:
 
 
 class _FusedGelu(torch.autograd.Function):
+    """Of bf16, computed in float32."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        wide = _widened(x)
+        wide = x.float()
         u = wide.abs()
-        return (wide.clamp(min=0) - u * _tail(u)).to(x.dtype)
+        y = (wide.clamp(min=0) - u * _tail(u)).bfloat16()
+        ctx.save_for_backward(x)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        wide = _widened(x)
+        wide = x.float()
         tail = _tail(wide.abs())
         below = torch.where(wide < 0, tail, 1 - tail)
         slope = below + DENSITY * wide * torch.exp2(-0.5 * LOG2_E * wide * wide)
-        return (grad * slope).to(grad.dtype)
-
-
-def _widened(x: Tensor) -> Tensor:
-    return x.float() if x.dtype is torch.bfloat16 else x
+        passed: Tensor = grad.float() * slope
+        return passed.bfloat16()
 
 
 class _Mish(torch.autograd.Function):
