@@ -2,49 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kernels import DEVICE, load, products_of_bf16  # noqa: F401
 from qpt.nets import perceptron
 from qpt.nets.transformer import Block
 
-if perceptron.kernel is None:
-    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton was imported for a GPU", allow_module_level=True)
-    os.environ["TRITON_INTERPRET"] = "1"  # read where kernels are declared, so before they are imported
-kernel: Any = pytest.importorskip("qpt.nets.perceptron_kernel")
-DEVICE = "cpu" if perceptron.kernel is None else "cuda"
-if DEVICE == "cpu":
-    interpreter: Any = pytest.importorskip("triton.runtime.interpreter")
+kernel = load("qpt.nets.perceptron_kernel")
 TOLERANCE = 0.005 if DEVICE == "cuda" else 0.015  # the interpreter cuts numbers off where the GPU rounds them to bf16
 
 
-@pytest.fixture(autouse=True)
-def _products_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter multiplies the bits of bf16 as if they were integers: widen them first."""
-    if DEVICE == "cuda":
-        return
-    dot, bf16 = interpreter.InterpreterBuilder.create_dot, interpreter.tl.bfloat16
-
-    def widened(handle: Any) -> Any:
-        if handle.dtype.scalar != bf16:
-            return handle
-        values = (handle.data.astype(np.uint32) << 16).view(np.float32)
-        return interpreter.TensorHandle(values, interpreter.tl.float32)
-
-    def wide_dot(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return dot(builder, widened(a), widened(b), *rest)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", wide_dot)
-
-
+@pytest.mark.usefixtures("products_of_bf16")
 @pytest.mark.parametrize(("count", "width"), [(128, 16), (150, 32), (7, 128)])
 def test_the_kernel_equals_float64(count: int, width: int) -> None:
     generator = torch.Generator().manual_seed(count)

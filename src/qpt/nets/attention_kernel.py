@@ -1,5 +1,10 @@
 # ruff: noqa: ARG001  (an operator's fake has the arguments of the operator)
-"""The Triton kernels behind `qpt.nets.attention`, as operators that autograd and torch.compile know."""
+"""The Triton kernels behind `qpt.nets.attention`, as operators that autograd and torch.compile know.
+
+With heads this narrow, time goes into what is done to every weight, not into products. What rows have in common (the
+softmax's divisor, the scale, dropout's factor) is therefore applied to queries, gradients or results, which are
+narrower than the weights.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +15,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _kept(seed, program, rows, columns, rate):  # type: ignore[no-untyped-def]
+def _kept(seed, program, rows, columns, limit):  # type: ignore[no-untyped-def]
     """Which attention weights stay: a hash of (seed, program, place), several times cheaper than Philox."""
-    x = (program * 16384 + rows[:, None] * 128 + columns[None, :]).to(tl.uint32)
-    x = (x ^ seed.to(tl.uint32)) * 0x9E3779B1
+    x = (seed + program * 16384 + rows * 128)[:, None].to(tl.uint32) + columns[None, :].to(tl.uint32)
+    x = x * 0x9E3779B1
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
-    x = x ^ (x >> 16)
-    return (x >> 8).to(tl.float32) * (1.0 / 16777216.0) >= rate
+    return x.to(tl.int32, bitcast=True) >= limit
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _weights(q, k, last, keys, scale):  # type: ignore[no-untyped-def]
-    """Softmax over the keys that each query sees: [rows, columns] in float32."""
-    scores = tl.dot(q, tl.trans(k)) * scale
-    scores = tl.where(keys[None, :] <= last[:, None], scores, -1e30)
-    weights = tl.exp(scores - tl.max(scores, 1)[:, None])
-    return weights / tl.sum(weights, 1)[:, None]
+    """Softmax over the keys that each query sees: [rows, columns] in float32, and by what rows are to be divided."""
+    scores = tl.where(keys[None, :] <= last[:, None], tl.dot(q, tl.trans(k)), -1e30)
+    weights = tl.exp2(scores * (scale * LOG2_E) - (tl.max(scores, 1) * (scale * LOG2_E))[:, None])
+    return weights, tl.sum(weights, 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _tile(pointer, row, rows, d, count):  # type: ignore[no-untyped-def]
     return tl.load(pointer + rows[:, None] * row + d[None, :], mask=rows[:, None] < count, other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _scaled(x, factor):  # type: ignore[no-untyped-def]
+    """Rows times a factor each."""
+    return (x.to(tl.float32) * factor[:, None]).to(x.dtype)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -43,7 +54,8 @@ def _put(pointer, row, rows, d, count, values):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _forward(  # type: ignore[no-untyped-def]
-    q_ptr, kv_ptr, last_ptr, seed_ptr, out_ptr, last_batch, last_row, q_batch, q_row, kv_batch, kv_row, scale, rate,
+    q_ptr, kv_ptr, last_ptr, seed_ptr, out_ptr, last_batch, last_row, q_batch, q_row, kv_batch, kv_row,
+    scale, rate, limit,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -54,18 +66,17 @@ def _forward(  # type: ignore[no-untyped-def]
     q, k = _tile(q_ptr + batch * q_batch, q_row, rows, d, QUERIES), _tile(source, kv_row, columns, d, KEYS)
     v = _tile(source + HEADS * D, kv_row, columns, d, KEYS)
     last = tl.load(last_ptr + batch * last_batch + rows * last_row, mask=rows < QUERIES, other=0)
-    weights = _weights(q, k, last, columns, scale)
+    weights, total = _weights(q, k, last, columns, scale)
     if DROPOUT:
-        kept = _kept(tl.load(seed_ptr), program, rows, columns, rate)
-        weights = tl.where(kept, weights / (1 - rate), 0.0)
-    out = tl.dot(weights.to(v.dtype), v)
+        weights = tl.where(_kept(tl.load(seed_ptr), program, rows, columns, limit), weights, 0.0)
+    out = tl.dot(weights.to(v.dtype), v) / (total * (1 - rate))[:, None]
     _put(out_ptr + batch * (QUERIES * HEADS * D), HEADS * D, rows, d, QUERIES, out)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _backward(  # type: ignore[no-untyped-def]
     q_ptr, kv_ptr, last_ptr, seed_ptr, grad_ptr, dq_ptr, dkv_ptr, last_batch, last_row, q_batch, q_row,
-    kv_batch, kv_row, dq_batch, dq_row, dkv_batch, dkv_row, scale, rate,
+    kv_batch, kv_row, dq_batch, dq_row, dkv_batch, dkv_row, scale, rate, limit,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -77,16 +88,16 @@ def _backward(  # type: ignore[no-untyped-def]
     v = _tile(source + HEADS * D, kv_row, columns, d, KEYS)
     grad = _tile(grad_ptr + batch * (QUERIES * HEADS * D), HEADS * D, rows, d, QUERIES)
     last = tl.load(last_ptr + batch * last_batch + rows * last_row, mask=rows < QUERIES, other=0)
-    weights = _weights(q, k, last, columns, scale)
+    weights, total = _weights(q, k, last, columns, scale)
     dropped, passed = weights, tl.dot(grad, tl.trans(v))  # gradient of the (dropped) weights
     if DROPOUT:
-        kept = _kept(tl.load(seed_ptr), program, rows, columns, rate)
-        dropped = tl.where(kept, weights / (1 - rate), 0.0)
-        passed = tl.where(kept, passed / (1 - rate), 0.0)
-    dv = tl.dot(tl.trans(dropped.to(v.dtype)), grad)
-    scores = (weights * (passed - tl.sum(weights * passed, 1)[:, None]) * scale).to(v.dtype)
-    dq = tl.dot(scores, k)
-    dk = tl.dot(tl.trans(scores), q)
+        kept = _kept(tl.load(seed_ptr), program, rows, columns, limit)
+        dropped, passed = tl.where(kept, weights, 0.0), tl.where(kept, passed, 0.0)
+    factor = 1 / (total * (1 - rate))  # of every row; the rate is 0 without dropout
+    dv = tl.dot(tl.trans(dropped.to(v.dtype)), _scaled(grad, factor))
+    scores = (weights * (passed - (tl.sum(weights * passed, 1) / total)[:, None])).to(v.dtype)
+    dq = tl.dot(scores, k) * (factor * scale)[:, None]
+    dk = tl.dot(tl.trans(scores), _scaled(q, factor * scale))
     _put(dq_ptr + batch * dq_batch, dq_row, rows, d, QUERIES, dq)
     target = dkv_ptr + batch * dkv_batch
     _put(target, dkv_row, columns, d, KEYS, dk)
@@ -98,18 +109,18 @@ def _backward(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _two(q, k1, k2, rows, second, scale):  # type: ignore[no-untyped-def]
-    """Softmax of the later rows over both tiles of keys."""
-    s1 = tl.dot(q, tl.trans(k1)) * scale
-    s2 = tl.where(second[None, :] <= rows[:, None], tl.dot(q, tl.trans(k2)) * scale, -1e30)
-    top = tl.maximum(tl.max(s1, 1), tl.max(s2, 1))[:, None]
-    s1, s2 = tl.exp(s1 - top), tl.exp(s2 - top)
-    total = (tl.sum(s1, 1) + tl.sum(s2, 1))[:, None]
-    return s1 / total, s2 / total
+    """Softmax of the later rows over both tiles of keys, and by what rows are to be divided."""
+    s1 = tl.dot(q, tl.trans(k1))
+    s2 = tl.where(second[None, :] <= rows[:, None], tl.dot(q, tl.trans(k2)), -1e30)
+    narrow = scale * LOG2_E
+    top = (tl.maximum(tl.max(s1, 1), tl.max(s2, 1)) * narrow)[:, None]
+    s1, s2 = tl.exp2(s1 * narrow - top), tl.exp2(s2 * narrow - top)
+    return s1, s2, tl.sum(s1, 1) + tl.sum(s2, 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _forward_all(  # type: ignore[no-untyped-def]
-    qkv_ptr, seed_ptr, out_ptr, batch_stride, row, scale, rate,
+    qkv_ptr, seed_ptr, out_ptr, batch_stride, row, scale, rate, limit,
     LENGTH: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, A: tl.constexpr, C: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -119,25 +130,26 @@ def _forward_all(  # type: ignore[no-untyped-def]
     source, target = qkv_ptr + batch * batch_stride, out_ptr + batch * (LENGTH * W)
     q1, k1 = _tile(source, row, first, d, LENGTH), _tile(source + W, row, first, d, LENGTH)
     v1 = _tile(source + 2 * W, row, first, d, LENGTH)
-    weights = _weights(q1, k1, first, first, scale)
+    weights, total = _weights(q1, k1, first, first, scale)
     if DROPOUT:
         seed = tl.load(seed_ptr)
-        weights = tl.where(_kept(seed, program, first, first, rate), weights / (1 - rate), 0.0)
-    _put(target, W, first, d, LENGTH, tl.dot(weights.to(v1.dtype), v1))
+        weights = tl.where(_kept(seed, program, first, first, limit), weights, 0.0)
+    _put(target, W, first, d, LENGTH, tl.dot(weights.to(v1.dtype), v1) / (total * (1 - rate))[:, None])
     if C > 0:
         second = A + tl.arange(0, C)
         q2, k2 = _tile(source, row, second, d, LENGTH), _tile(source + W, row, second, d, LENGTH)
         v2 = _tile(source + 2 * W, row, second, d, LENGTH)
-        w1, w2 = _two(q2, k1, k2, second, second, scale)
+        w1, w2, total = _two(q2, k1, k2, second, second, scale)
         if DROPOUT:
-            w1 = tl.where(_kept(seed, program, second, first, rate), w1 / (1 - rate), 0.0)
-            w2 = tl.where(_kept(seed, program, second, second, rate), w2 / (1 - rate), 0.0)
-        _put(target, W, second, d, LENGTH, tl.dot(w1.to(v1.dtype), v1) + tl.dot(w2.to(v1.dtype), v2))
+            w1 = tl.where(_kept(seed, program, second, first, limit), w1, 0.0)
+            w2 = tl.where(_kept(seed, program, second, second, limit), w2, 0.0)
+        out = tl.dot(w1.to(v1.dtype), v1) + tl.dot(w2.to(v1.dtype), v2)
+        _put(target, W, second, d, LENGTH, out / (total * (1 - rate))[:, None])
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _backward_all(  # type: ignore[no-untyped-def]
-    qkv_ptr, seed_ptr, grad_ptr, out_ptr, batch_stride, row, scale, rate,
+    qkv_ptr, seed_ptr, grad_ptr, out_ptr, batch_stride, row, scale, rate, limit,
     LENGTH: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, A: tl.constexpr, C: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -148,36 +160,45 @@ def _backward_all(  # type: ignore[no-untyped-def]
     incoming = grad_ptr + batch * (LENGTH * W)
     q1, k1 = _tile(source, row, first, d, LENGTH), _tile(source + W, row, first, d, LENGTH)
     v1, g1 = _tile(source + 2 * W, row, first, d, LENGTH), _tile(incoming, W, first, d, LENGTH)
-    weights = _weights(q1, k1, first, first, scale)
+    weights, total = _weights(q1, k1, first, first, scale)
     dropped, passed = weights, tl.dot(g1, tl.trans(v1))  # gradient of the (dropped) weights
     if DROPOUT:
         seed = tl.load(seed_ptr)
-        kept = _kept(seed, program, first, first, rate)
-        dropped, passed = tl.where(kept, weights / (1 - rate), 0.0), tl.where(kept, passed / (1 - rate), 0.0)
-    dv1 = tl.dot(tl.trans(dropped.to(v1.dtype)), g1)
-    scores = (weights * (passed - tl.sum(weights * passed, 1)[:, None]) * scale).to(v1.dtype)
-    _put(target, 3 * W, first, d, LENGTH, tl.dot(scores, k1))
-    dk1 = tl.dot(tl.trans(scores), q1)
+        kept = _kept(seed, program, first, first, limit)
+        dropped, passed = tl.where(kept, weights, 0.0), tl.where(kept, passed, 0.0)
+    factor = 1 / (total * (1 - rate))  # of every row; the rate is 0 without dropout
+    dv1 = tl.dot(tl.trans(dropped.to(v1.dtype)), _scaled(g1, factor))
+    scores = (weights * (passed - (tl.sum(weights * passed, 1) / total)[:, None])).to(v1.dtype)
+    _put(target, 3 * W, first, d, LENGTH, tl.dot(scores, k1) * (factor * scale)[:, None])
+    dk1 = tl.dot(tl.trans(scores), _scaled(q1, factor * scale))
     if C > 0:
         second = A + tl.arange(0, C)
         q2, k2 = _tile(source, row, second, d, LENGTH), _tile(source + W, row, second, d, LENGTH)
         v2, g2 = _tile(source + 2 * W, row, second, d, LENGTH), _tile(incoming, W, second, d, LENGTH)
-        w1, w2 = _two(q2, k1, k2, second, second, scale)
+        w1, w2, total = _two(q2, k1, k2, second, second, scale)
         d1, d2, p1, p2 = w1, w2, tl.dot(g2, tl.trans(v1)), tl.dot(g2, tl.trans(v2))
         if DROPOUT:
-            kept1, kept2 = _kept(seed, program, second, first, rate), _kept(seed, program, second, second, rate)
-            d1, p1 = tl.where(kept1, w1 / (1 - rate), 0.0), tl.where(kept1, p1 / (1 - rate), 0.0)
-            d2, p2 = tl.where(kept2, w2 / (1 - rate), 0.0), tl.where(kept2, p2 / (1 - rate), 0.0)
-        dv1 += tl.dot(tl.trans(d1.to(v1.dtype)), g2)
-        dv2 = tl.dot(tl.trans(d2.to(v1.dtype)), g2)
-        mean = (tl.sum(w1 * p1, 1) + tl.sum(w2 * p2, 1))[:, None]
-        s1, s2 = (w1 * (p1 - mean) * scale).to(v1.dtype), (w2 * (p2 - mean) * scale).to(v1.dtype)
-        _put(target, 3 * W, second, d, LENGTH, tl.dot(s1, k1) + tl.dot(s2, k2))
-        dk1 += tl.dot(tl.trans(s1), q2)
-        _put(target + W, 3 * W, second, d, LENGTH, tl.dot(tl.trans(s2), q2))
+            kept1, kept2 = _kept(seed, program, second, first, limit), _kept(seed, program, second, second, limit)
+            d1, p1 = tl.where(kept1, w1, 0.0), tl.where(kept1, p1, 0.0)
+            d2, p2 = tl.where(kept2, w2, 0.0), tl.where(kept2, p2, 0.0)
+        factor = 1 / (total * (1 - rate))
+        arrived, asked = _scaled(g2, factor), _scaled(q2, factor * scale)
+        dv1 += tl.dot(tl.trans(d1.to(v1.dtype)), arrived)
+        dv2 = tl.dot(tl.trans(d2.to(v1.dtype)), arrived)
+        mean = ((tl.sum(w1 * p1, 1) + tl.sum(w2 * p2, 1)) / total)[:, None]
+        s1, s2 = (w1 * (p1 - mean)).to(v1.dtype), (w2 * (p2 - mean)).to(v1.dtype)
+        dq = tl.dot(s1, k1) + tl.dot(s2, k2)
+        _put(target, 3 * W, second, d, LENGTH, dq * (factor * scale)[:, None])
+        dk1 += tl.dot(tl.trans(s1), asked)
+        _put(target + W, 3 * W, second, d, LENGTH, tl.dot(tl.trans(s2), asked))
         _put(target + 2 * W, 3 * W, second, d, LENGTH, dv2)
     _put(target + W, 3 * W, first, d, LENGTH, dk1)
     _put(target + 2 * W, 3 * W, first, d, LENGTH, dv1)
+
+
+def _drop(rate: float) -> tuple[float, int]:
+    """A rate, and the 32-bit number (with its sign) that as large a share of all lies below."""
+    return rate, int(rate * 2**32) - 2**31
 
 
 def _cut(length: int) -> tuple[int, int]:
@@ -218,7 +239,7 @@ def _run(q: Tensor, kv: Tensor, last: Tensor, seed: Tensor, heads: int, dropout:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     sizes = _sizes(q, kv, heads, dropout)
     strides = [x.stride(i) for x in (last, q, kv) for i in (0, 1)]
-    _forward[(q.shape[0] * heads,)](q, kv, last, seed, out, *strides, sizes["D"] ** -0.5, dropout, **sizes)
+    _forward[(q.shape[0] * heads,)](q, kv, last, seed, out, *strides, sizes["D"] ** -0.5, *_drop(dropout), **sizes)
     return out
 
 
@@ -229,7 +250,7 @@ def _run_back(
     sizes = _sizes(q, kv, heads, rate)
     strides = [x.stride(i) for x in (last, q, kv, dq, dkv) for i in (0, 1)]
     _backward[(q.shape[0] * heads,)](
-        q, kv, last, seed, grad.contiguous(), dq, dkv, *strides, sizes["D"] ** -0.5, rate, **sizes
+        q, kv, last, seed, grad.contiguous(), dq, dkv, *strides, sizes["D"] ** -0.5, *_drop(rate), **sizes
     )
 
 
@@ -247,7 +268,7 @@ def self_attention(qkv: Tensor, seed: Tensor, heads: int, dropout: float) -> Ten
     out = qkv.new_empty((*qkv.shape[:-1], qkv.shape[-1] // 3))
     sizes = _all_sizes(qkv, heads, dropout)
     grid = (qkv.shape[0] * heads,)
-    _forward_all[grid](qkv, seed, out, qkv.stride(0), qkv.stride(1), sizes["D"] ** -0.5, dropout, **sizes)
+    _forward_all[grid](qkv, seed, out, qkv.stride(0), qkv.stride(1), sizes["D"] ** -0.5, *_drop(dropout), **sizes)
     return out
 
 
@@ -261,7 +282,7 @@ def self_attention_backward(grad: Tensor, qkv: Tensor, seed: Tensor, heads: int,
     qkv = qkv.contiguous()
     out, sizes = _empty(qkv), _all_sizes(qkv, heads, dropout)
     places = (qkv, seed, grad.contiguous(), out, qkv.stride(0), qkv.stride(1))
-    _backward_all[(qkv.shape[0] * heads,)](*places, sizes["D"] ** -0.5, dropout, **sizes)
+    _backward_all[(qkv.shape[0] * heads,)](*places, sizes["D"] ** -0.5, *_drop(dropout), **sizes)
     return out
 
 
