@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import bare_episodes
+from helpers import bare_episodes, tiny_data
+from qpt.algorithms.base import Spec, relabelled_windows
+from qpt.algorithms.qpt_config import QPTConfig
 from qpt.cli.data_augment import augment as command
 from qpt.cli.data_augment import task_of
 from qpt.data import read, write
@@ -308,6 +312,13 @@ def test_a_max_reward_below_the_data_is_told_and_skipped() -> None:
         assert any("not above the best return" in note for note in got.notes)
         assert any("skipped" in note for note in got.notes)
         check(data, got)
+
+
+def test_training_says_what_augmentation_could_not_do() -> None:
+    data = tiny_data()
+    spec = replace(Spec.from_data(data), augmentation=Augmentation(degree=2, max_reward=1.0, max_reward_decrease=1.0))
+    with pytest.warns(UserWarning, match="augmentation: .* targets are skipped"):
+        relabelled_windows(QPTConfig(batch_size=4), spec, data, torch.device("cpu"), 0)
 
 
 def test_the_tasks_constants_are_used_unless_overridden() -> None:

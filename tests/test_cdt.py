@@ -129,6 +129,17 @@ def test_targets_from_data_or_published() -> None:
         Policy(CDT(CDTConfig(**SMALL, targets="published"), Spec.from_data(data))).reset(1, cost_limits=10.0)
 
 
+def test_decisions_do_not_depend_on_the_precision_of_training() -> None:
+    method, seen = made().float(), np.random.default_rng(0).normal(size=(2, 3))
+    actions = []
+    for narrow in (False, True):
+        method.autocast = narrow
+        policy = Policy(method.train())
+        policy.reset(2, cost_limits=5.0)
+        actions.append(policy.act(seen))
+    assert np.array_equal(*actions)
+
+
 def levels(episodes: int = 40, length: int = 10) -> Trajectories:
     """Each episode keeps to one level of boldness: action = level, reward = level, cost in that share of its steps."""
     rng = np.random.default_rng(0)

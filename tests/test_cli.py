@@ -16,6 +16,7 @@ from helpers import tiny_data
 from qpt import __version__, load_policy
 from qpt.cli import COMMANDS, main
 from qpt.data import write
+from qpt.training import Run, TrainConfig
 
 GROUPS = {
     "data": ("info", "convert", "split", "validate", "download", "augment"),
@@ -121,6 +122,14 @@ def test_an_error_is_one_sentence_and_debug_shows_the_traceback(tmp_path: Path) 
         assert f"QptError: there is no file {missing}" in done.stderr
 
 
+def test_a_warning_is_one_sentence(tmp_path: Path) -> None:
+    few = ["--steps", "4", "--batch-size", "4", "--no-progress", "--device", "cpu", "--out", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "qpt", "train", "--data", "embedded:ballcircle", "--algorithm", "oasis", *few]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=120).stderr
+    assert said.startswith("warning: 4 steps leave none for the policy")
+    assert ".py" not in said
+
+
 def test_a_defect_of_ours_is_one_sentence_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,6 +182,30 @@ def test_a_resumed_run_equals_an_unbroken_one(data: Path, tmp_path: Path) -> Non
     assert main(["train", "--data", str(data), "--out", str(tmp_path / "parts"), *TINY.split(), "--resume"]) == 0
     files = [tmp_path / run / "checkpoints" / "step-000000004" / "model.safetensors" for run in ("whole", "parts")]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        (["--task", "easysparse"], 200_000),
+        (["--task", "easysparse", "--algorithm", "cdt"], 200_000),
+        (["--task", "easysparse", "--steps", "7"], 7),
+        (["--task", "BallCircle"], 100_000),
+        ([], 100_000),
+    ],
+)
+def test_the_papers_preset_has_the_papers_steps(
+    flags: list[str], steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def note(config: TrainConfig) -> Run:
+        seen.append(config.config.steps)
+        return Run(tmp_path, 0, {})
+
+    monkeypatch.setattr("qpt.cli.train.train", note)
+    assert main(["train", "--preset", "paper", "--out", str(tmp_path), *flags]) == 0
+    assert seen == [steps]
 
 
 def test_train_with_a_config_file(data: Path, tmp_path: Path) -> None:

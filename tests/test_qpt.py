@@ -531,6 +531,52 @@ def test_selection_rules() -> None:
     assert candidates.choose(method, context, actions, reward_q, cost_q)[0].tolist() == [3, 3]
 
 
+def test_a_draw_never_takes_what_fails_the_test() -> None:
+    method, _ = make(candidates=4, selection="constrained", cost_test="literal", choice="softmax")
+    context = random_context(method, 1)
+    width = sum(one.size for one in candidates.draws(method, 4))
+    context = context._replace(noise=torch.ones(1, width).double())  # as float32 rounds what is nearly 1
+    cost_q = context.now(context.cost_to_go)[:, None] + torch.tensor([[1000.0, -1.0, 1000.0, 1000.0]]).double()
+    actions, reward_q = torch.zeros(1, 4, 1).double(), torch.zeros(1, 4).double()
+    chosen, infeasible = candidates.choose(method, context, actions, reward_q, cost_q)
+    assert chosen.tolist() == [1]
+    assert not infeasible.any()
+
+
+def test_without_clipping_a_step_is_taken_all_the_same() -> None:
+    method, batch = make(clip=0.0, critic_clip=0.0)
+    method = method.float()
+    method.make_optimizers()
+    metrics = method.update(WindowBatch(*(x.float() if x.is_floating_point() else x for x in batch)))
+    assert "policy/gradient_norm" not in metrics
+    assert metrics["loss"].isfinite()
+
+
+def test_return_targets_from_the_data_or_as_published() -> None:
+    method, _ = make()
+    own = method.spec.suggest_return(10.0)
+    for targets, task, expected in (
+        ("data", "BallCircle", own),
+        ("published", "BallCircle", 700.0),
+        ("published", None, own),
+    ):
+        method.config, method.spec = (
+            replace(method.config, targets=targets, frugality=None),
+            replace(method.spec, task=task),
+        )
+        assert method.suggest_return(10.0) == expected
+    assert QPTConfig.preset("paper").targets == "published"
+
+
+def test_a_policy_that_is_told_no_limit_aims_at_what_0_allows() -> None:
+    method, _ = make()
+    policy = Policy(method)
+    policy.reset(2)
+    assert policy.return_targets.tolist() == [method.suggest_return(0.0)] * 2
+    policy.reset(1, return_targets=[3.0])
+    assert policy.return_targets.tolist() == [3.0]
+
+
 def test_the_shield_changes_the_first_candidate_as_little_as_the_test_lets_it() -> None:
     method, _ = make(candidates=4, selection="shield", cost_test="literal", budget_critics=False)
     context = random_context(method, 6)
@@ -570,6 +616,7 @@ def test_horizon_budget_is_an_even_discounted_spend() -> None:
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"discount": 1.5}, "discounts lie above 0"),
         ({"decay": 2.0}, "a share of the steps"),
+        ({"n_step": -1}, "n_step must be at least 1"),
     ],
 )
 def test_impossible_configs_are_refused(changes: dict[str, Any], message: str) -> None:

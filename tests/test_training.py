@@ -213,6 +213,8 @@ def test_damaged_and_foreign_checkpoints_get_a_sentence(tmp_path: Path) -> None:
         train(config(run, config=replace(TINY, steps=10), resume=True), tiny_data(seed=5))
     with pytest.raises(QptError, match=r"other settings \(lr\)"):
         train(config(run, config=replace(TINY, steps=10, lr=1.0), resume=True), data)
+    with pytest.raises(QptError, match="began with no --task and a horizon of 20"):
+        train(config(run, config=replace(TINY, steps=10), resume=True, horizon=30), data)
     with pytest.raises(QptError, match="already holds a run"):
         train(config(run), data)
     with pytest.raises(QptError, match="nothing to resume"):
@@ -278,6 +280,17 @@ def test_loaded_policies_act_like_the_trained_one(tmp_path: Path) -> None:
         b.observe([1, 1], [0, 1])
     with pytest.raises(QptError, match="no such setting"):
         qpt.load_policy(run, candidatse=3)
+    with pytest.raises(QptError, match="was trained with its return_scale, which cannot change now; what can: action"):
+        qpt.load_policy(run, return_scale=99.0, candidates=3)
+
+
+def test_a_policy_without_critics_does_not_choose(tmp_path: Path) -> None:
+    alone = replace(TINY, train_with_reward_critic=False, train_with_cost_critic=False, inference_with_candidates=False)
+    run = train(config(tmp_path / "run", config=replace(alone, steps=2)), tiny_data()).folder
+    policy = qpt.load_policy(run, inference_with_candidates=True)
+    policy.reset(1, cost_limits=5)
+    with pytest.raises(QptError, match="trained without critics"):
+        policy.act(np.zeros((1, 3)))
 
 
 @pytest.mark.parametrize(("threads", "expected"), [(None, 1), (3, 3)])

@@ -78,6 +78,15 @@ def test_tokens_that_enter_kind_by_kind_are_the_same(monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(apart.as_subclass(torch.Tensor), together, rtol=0, atol=1e-12)
 
 
+def test_critics_in_bf16_end_in_float32() -> None:
+    critics, x = StackedMLP(2, [5, 8, 8, 1]), torch.randn(40, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        values = critics(x)
+    assert values.dtype is torch.float32
+    torch.testing.assert_close(values, critics(x), rtol=0.02, atol=0.02)
+    assert not torch.equal(values, critics(x))
+
+
 def test_the_future_and_the_padding_do_not_matter() -> None:
     net, inputs = make(), window()
     changed = [x.clone() for x in inputs]

@@ -51,7 +51,10 @@ class Policy:
         return_targets: npt.ArrayLike | None = None,
         seeds: npt.ArrayLike | None = None,
     ) -> None:
-        """Begin n episodes. Without return targets, the best safe logged return for each limit is the target."""
+        """Begin n episodes. Without return targets, the best safe logged return for each limit is the target.
+
+        Without limits the policy's own trained one counts, or 0 for policies that take any.
+        """
         if n < 1:
             raise QptError(f"reset needs at least one episode, not {n}")
         self.count, k = n, self.method.context
@@ -70,6 +73,8 @@ class Policy:
         self._sums: dict[str, npt.NDArray[np.float64]] = {}
         self._decisions = np.zeros(n, np.int64)
         self._acted: npt.NDArray[np.bool_] | None = None
+        if cost_limits is None and self.limit_mode == "live":
+            cost_limits = self.trained_limit or 0.0
         self.restart(np.arange(n), cost_limits=cost_limits, return_targets=return_targets, seeds=seeds)
 
     def restart(
@@ -171,7 +176,6 @@ class Policy:
         self._spent[rows, place] = torch.from_numpy(self._cost[running]).to(self.dtype)
         step = np.minimum(self._step, self.spec.horizon - 1)
         self._steps[rows, place] = torch.from_numpy(step[running])
-        # Beyond the current step the counters go on, as in the padding of training windows.
         targets = torch.from_numpy(self._targets).to(self.dtype)
         limits = torch.from_numpy(self._limits).to(self.dtype)
         return Context(
@@ -298,6 +302,12 @@ def load_policy(
             algorithm.config = replace(algorithm.config, **settings)
         except TypeError as error:
             raise QptError(f"the {manifest['algorithm']} policy has no such setting: {error}") from error
+        free = getattr(algorithm, "deciding", set(settings))  # a method of one's own need not say
+        if fixed := sorted(set(settings) - free):
+            raise QptError(
+                f"the {manifest['algorithm']} policy was trained with its {', '.join(fixed)}, which cannot change now; "
+                f"what can: {', '.join(sorted(free)) or 'nothing'}"
+            )
     limit = getattr(algorithm.config, "cost_limit", None)
     return Policy(
         algorithm, trained_limit=limit, past_horizon=past_horizon, name=manifest["algorithm"], checkpoint=str(folder)

@@ -93,7 +93,10 @@ class OnnxPolicy:
         return_targets: npt.ArrayLike | None = None,
         seeds: npt.ArrayLike | None = None,
     ) -> None:
-        """Begin n episodes. Without return targets, the best safe logged return for each limit is the target."""
+        """Begin n episodes. Without return targets, the best safe logged return for each limit is the target.
+
+        Without limits the policy's own trained one counts, or 0 for policies that take any.
+        """
         if n < 1:
             raise QptError(f"reset needs at least one episode, not {n}")
         self.count, k = n, self.context
@@ -109,6 +112,8 @@ class OnnxPolicy:
         self._fixed, self._limited = np.zeros(n, bool), np.zeros(n, bool)
         self._sums = {name: np.zeros(n) for name in self.outputs[1:]}
         self._acted: npt.NDArray[np.bool_] | None = None
+        if cost_limits is None and self.limit_mode == "live" and self.table is None:
+            cost_limits = self.trained_limit or 0.0
         self.restart(np.arange(n), cost_limits=cost_limits, return_targets=return_targets, seeds=seeds)
 
     def restart(

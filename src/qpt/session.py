@@ -70,7 +70,7 @@ class TrainConfig:
     log_every: int = 100
     """Steps between log rows; the only moments when the host waits for the device."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """bf16 for the transformer, or everything in fp32; auto: bf16 on cuda."""
+    """bf16 for the transformer and the hidden layers of the critics, or everything in fp32; auto: bf16 on cuda."""
     fast: bool = True
     """On cuda: capture the step as a graph."""
     compile: bool | None = None
@@ -173,6 +173,12 @@ class Session:
             raise QptError(
                 f"the run in {self.config.out} began with other settings ({what}); "
                 "resume with the same, or start a new run"
+            )
+        task, horizon = manifest["spec"]["task"], manifest["spec"]["horizon"]
+        if (task, horizon) != (self.algorithm.spec.task, self.algorithm.spec.horizon):
+            raise QptError(
+                f"the run in {self.config.out} began with {f'--task {task}' if task else 'no --task'} and a horizon of "
+                f"{horizon}; resume with the same, or start a new run"
             )
         began_with = int(manifest.get("processes", 1))
         if began_with != parallel.processes():

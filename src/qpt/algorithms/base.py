@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import importlib
 import os
+import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from types import MethodType
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -20,7 +21,7 @@ from qpt.data.augment import augment
 from qpt.data.sampling import Sampler, WindowSampler
 from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError
-from qpt.tasks import Augmentation, Task
+from qpt.tasks import Augmentation, Task, get_task
 
 LimitMode = Literal["live", "trained", "ignored"]
 
@@ -91,6 +92,14 @@ class Spec:
         enough = best - frugality * (self.return_max - self.return_min)
         cheap = int(np.searchsorted(self.frontier_returns, enough))
         return self.frontier_returns[cheap] if self.frontier_costs[cheap] <= cost_limit / 2 else best
+
+    def published_return(self, cost_limit: float) -> float | None:
+        """The return of the task's published (return, cost) pairs, interpolated; beyond them, that of the nearest."""
+        pairs = sorted(get_task(self.task).targets, key=lambda pair: pair[1]) if self.task else []
+        if not pairs:
+            return None
+        returns, costs = zip(*pairs, strict=True)
+        return float(np.interp(cost_limit, costs, returns))
 
 
 class Context(NamedTuple):
@@ -202,6 +211,19 @@ def config_from(config_class: type, values: dict[str, Any]) -> Any:
     return config_class(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 
+def preset_config(algorithm: str, name: str, task: Task | None = None) -> Any:
+    """The config of a method's preset. The paper trains its MetaDrive tasks longer than the others."""
+    _, config_class = algorithm_classes(algorithm)
+    if not hasattr(config_class, "preset"):
+        if name != "default":
+            raise QptError(f"{algorithm} has no preset {name!r}; leave it out")
+        return config_class()
+    config = config_class.preset(name)
+    if name == "paper" and task is not None and config.steps == Task.paper_steps:
+        config = replace(config, steps=task.paper_steps)
+    return config
+
+
 def relabelled_windows(config: Any, spec: Spec, data: Trajectories, device: torch.device, seed: int) -> WindowSampler:
     """The windows of the sequence methods: logged and, where configured, relabelled episodes."""
     relabelled = None
@@ -215,6 +237,8 @@ def relabelled_windows(config: Any, spec: Spec, data: Trajectories, device: torc
             max_reward_decrease=spec.augmentation.max_reward_decrease,
             seed=seed,
         )
+        for note in relabelled.notes:
+            warnings.warn(f"augmentation: {note}", stacklevel=2)
     return WindowSampler(
         data,
         config.batch_size,

@@ -55,6 +55,7 @@ class BC(nn.Module):
     """One network, one loss."""
 
     limit_mode: LimitMode = "trained"
+    deciding: frozenset[str] = frozenset()
     context = 1
     compilable = ("loss",)
 

@@ -94,6 +94,7 @@ class BCQLag(nn.Module):
     """VAE, perturbation, two groups of twin critics for reward and for cost, and the multiplier."""
 
     limit_mode: LimitMode = "trained"
+    deciding = frozenset({"candidates"})
     context = 1
     compilable = ("vae_loss", "critic_loss", "actor_values")
 

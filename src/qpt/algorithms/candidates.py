@@ -18,6 +18,35 @@ if TYPE_CHECKING:
     from qpt.algorithms.qpt import QPT
 
 
+# What of the config is read when the policy decides, and can be another than in training.
+FIELDS = frozenset(
+    [
+        "history",
+        "limit_factor",
+        "inference_with_candidates",
+        "candidates",
+        "rtg_noise",
+        "ctg_noise",
+        "action_noise",
+        "noise_mode",
+        "cost_test",
+        "test_offset",
+        "test_radius",
+        "support",
+        "fallback",
+        "selection",
+        "tradeoff",
+        "choice",
+        "targets",
+        "target_factor",
+        "frugality",
+        "cost_reduction",
+        "reward_reduction",
+        "budget_margin",
+    ]
+)
+
+
 @torch.no_grad()
 def decide(method: QPT, context: Context) -> Decision:
     """One of the candidates' actions a_j with Q^c(s, a_j) <= remaining budget: best by Q^r, or as `choose` is told."""
@@ -25,6 +54,11 @@ def decide(method: QPT, context: Context) -> Decision:
     count = c.candidates if c.inference_with_candidates else 1
     proposed = propose(method, told, count)  # [n, m, A]
     rows = torch.arange(proposed.shape[0], device=proposed.device)
+    if count > 1 and not method.uses_critics:
+        raise QptError(
+            "this policy was trained without critics and cannot choose among candidates; "
+            "leave inference_with_candidates off"
+        )
     if count == 1:
         return Decision(proposed[:, 0], {"fallback": torch.zeros(proposed.shape[0], device=proposed.device)})
     reward_q, cost_q = score(method, context, proposed)
@@ -216,7 +250,8 @@ def choose(
     infeasible = ~feasible.any(1)
     value = torch.where(infeasible[:, None], fallback, value.masked_fill(~feasible, float("-inf")))
     if c.choice == "softmax":  # drawn by the Gumbel trick, from the episode's own noise
-        uniform = draw(method, context, value.shape[1], CHOOSE)
+        # Rounded to 1 a draw would be infinite, and with it what must not be chosen.
+        uniform = draw(method, context, value.shape[1], CHOOSE).clamp(max=1 - 2**-24)
         value = value - torch.log(-torch.log(uniform))
     chosen = value.argmax(1)
     if c.selection == "shield":  # also where the choice is drawn

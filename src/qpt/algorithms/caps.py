@@ -132,6 +132,7 @@ class CAPS(nn.Module):
     """The networks, their targets and the training step."""
 
     limit_mode: LimitMode = "live"
+    deciding: frozenset[str] = frozenset()
     context = 1
 
     def __init__(self, config: CAPSConfig, spec: Spec) -> None:

@@ -19,7 +19,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +28,6 @@ from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError
 from qpt.nets.heads import gaussian_log_prob
 from qpt.nets.transformer import ACTION, STATE, TrajectoryTransformer
-from qpt.tasks import get_task
 
 LOG_STD = (-5.0, 2.0)  # bounds in the correct variant
 
@@ -98,7 +96,7 @@ class CDTConfig:
     warmup: int = 500
     """Steps of linear warm-up of the learning rate."""
     clip: float = 0.25
-    """Gradient-norm clip."""
+    """Gradient-norm clip; 0: none."""
 
     # -- deployment
     targets: Literal["data", "published"] = "data"
@@ -130,6 +128,7 @@ class CDT(nn.Module):
     """The transformer, its heads, and the temperature."""
 
     limit_mode: LimitMode = "live"
+    deciding = frozenset({"targets", "target_factor"})
     compilable = ("policy_loss",)
     step: Tensor
 
@@ -188,24 +187,24 @@ class CDT(nn.Module):
         """The return target that belongs to a limit; beyond the published pairs, that of the nearest one."""
         if self.config.targets == "data":
             return self.spec.suggest_return(cost_limit)
-        pairs = sorted(get_task(self.spec.task).targets, key=lambda pair: pair[1]) if self.spec.task else []
-        if not pairs:
+        published = self.spec.published_return(cost_limit)
+        if published is None:
             raise QptError(
                 f"the task {self.spec.task or '(none given)'} has no published targets; set targets to data, "
                 "or give return targets"
             )
-        returns, costs = zip(*pairs, strict=True)
-        return float(np.interp(cost_limit, costs, returns))
+        return published
 
     # -- networks ------------------------------------------------------------------------------------------------------
 
     def hidden(self, batch: WindowBatch | Context, kinds: tuple[int, ...]) -> Tensor:
-        """[B, K, len(kinds), D]."""
-        with torch.autocast(batch.actions.device.type, torch.bfloat16, enabled=self.autocast):
+        """[B, K, len(kinds), D]; narrow only while it learns, so that decisions do not depend on how it was trained."""
+        narrow = self.autocast and self.training
+        with torch.autocast(batch.actions.device.type, torch.bfloat16, enabled=narrow):
             out: Tensor = self.transformer(
                 batch.return_to_go, batch.cost_to_go, batch.observations, batch.actions, batch.steps, kinds
             )
-        return out.float() if self.autocast else out
+        return out.float() if narrow else out
 
     def policy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log σ of the actions: [..., A] each."""
@@ -251,7 +250,7 @@ class CDT(nn.Module):
             pull = temperature * (metrics["policy/entropy"] - self.entropy_target)
             descend(self.optimizers["temperature"], pull, [[self.log_temperature]])
             metrics["policy/temperature"] = temperature.detach()
-        return metrics | {"loss": loss.detach(), "policy/gradient_norm": norms[0]}
+        return metrics | {"loss": loss.detach()} | dict(zip(("policy/gradient_norm",), norms, strict=False))
 
     def act(self, context: Context) -> Decision:
         """The mean action, kept within bounds."""

@@ -99,6 +99,7 @@ class COptiDICE(nn.Module):
     """Twin ν and χ, an actor, and the scalars λ and τ."""
 
     limit_mode: LimitMode = "trained"
+    deciding: frozenset[str] = frozenset()
     context = 1
     compilable = ("occupancy_loss", "actor_loss")
     action_std: Tensor

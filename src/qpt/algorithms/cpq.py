@@ -100,6 +100,7 @@ class CPQ(nn.Module):
     """VAE, actor, twin critics for reward and for cost, and the push's weight."""
 
     limit_mode: LimitMode = "trained"
+    deciding: frozenset[str] = frozenset()
     context = 1
     compilable = ("vae_loss", "reward_loss", "cost_loss", "actor_loss")
     log_alpha: Tensor

@@ -129,6 +129,7 @@ class FISOR(nn.Module):
     """The networks, their targets and the training step."""
 
     limit_mode: LimitMode = "ignored"
+    deciding = frozenset({"candidates", "feasible_enough"})
     compilable = ("value_loss", "critic_loss", "actor_loss")
     context = 1
     step: Tensor

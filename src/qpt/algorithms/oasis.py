@@ -152,6 +152,7 @@ class OASIS(nn.Module):
     """Generator, labelers, what was generated, and the policy that learns from it."""
 
     limit_mode: LimitMode = "trained"
+    deciding: frozenset[str] = frozenset()
     compilable = ("generator_loss", "labeler_loss")
     step: Tensor
     ends: Tensor

@@ -41,6 +41,7 @@ class QPT(nn.Module):
     """The networks, their targets and the training step."""
 
     limit_mode: LimitMode = "live"
+    deciding = candidates.FIELDS
     compilable = ("critic_loss", "policy_loss")
 
     def __init__(self, config: QPTConfig, spec: Spec) -> None:
@@ -158,7 +159,7 @@ class QPT(nn.Module):
         return self.squash(raw.float() if self.autocast else raw)
 
     def q(self, critics: StackedMLP, inputs: Tensor, frozen: bool = False) -> Tensor:
-        """Values of twin critics, in full precision at their end: [..., F] -> [2, ...]."""
+        """Values of twin critics, with autocast in float32 from their last layer on: [..., F] -> [2, ...]."""
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.autocast):
             values: Tensor = critics(inputs, frozen)[..., 0]
         return values
@@ -286,7 +287,8 @@ class QPT(nn.Module):
         soft_update(self.policy_targets, self.policy_parameters, 1 - c.ema)
         if self.uses_critics:
             soft_update(self.critic_targets, self.critic_parameters, 1 - c.critic_ema)
-        return metrics | more | {"loss": loss.detach(), "policy/gradient_norm": norms[0]}
+        metrics |= more | {"loss": loss.detach()}
+        return metrics | dict(zip(("policy/gradient_norm",), norms, strict=False))
 
     def _draw_budgets(self, batch: WindowBatch) -> Tensor:
         """Budgets at the start of each window, denser near 0 where they bind; those of hindsight would say nothing."""
@@ -298,7 +300,8 @@ class QPT(nn.Module):
         return 2 * torch.rand_like(batch.actions) - 1 if self.config.support else None
 
     def suggest_return(self, cost_limit: float) -> float:
-        return self.spec.suggest_return(cost_limit, self.config.frugality or 0.0)
+        published = self.spec.published_return(cost_limit) if self.config.targets == "published" else None
+        return self.spec.suggest_return(cost_limit, self.config.frugality or 0.0) if published is None else published
 
     def act(self, context: Context) -> Decision:
         return candidates.decide(self, context)

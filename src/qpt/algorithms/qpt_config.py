@@ -37,7 +37,7 @@ class QPTConfig:
     return_scale: float | None = None
     """Factor of the return-to-go token; None: 10 / the largest return magnitude of the data."""
     cost_scale: float | None = None
-    """Factor of the cost-to-go token; None: 10 / the largest episode cost of the data."""
+    """Factor of the cost-to-go token; None: 10 / the largest episode cost of the data (at least 1)."""
     cost_offset: float = 0.0
     """The token is offset - scaled cost-to-go (CDT uses 50 with a scale of 1)."""
     head: Literal["tanh", "linear"] = "tanh"
@@ -85,7 +85,7 @@ class QPTConfig:
     reward_scale: float | None = None
     """Factor of rewards in the critics; None: 10 / the mean return-to-go of the data."""
     critic_cost_scale: float | None = None
-    """Factor of costs in the critics; None: 10 / the mean cost-to-go of the data."""
+    """Factor of costs in the critics; None: 10 / the mean cost-to-go of the data (at least 1)."""
     clamp_cost: bool = True
     """Keep bootstrapped costs at or above 0."""
 
@@ -104,7 +104,7 @@ class QPTConfig:
     """Scale of a term: the batch mean of |Q| on logged actions (paper), or a constant of the data, which does not
     shrink as the policy gets safer."""
     normalizer_floor: float = 0.01
-    """Smallest batch normaliser, for data in which costs are almost never seen."""
+    """Smallest normaliser, for data in which costs are almost never seen."""
 
     # -- optimisation
     lr: float = 3e-4
@@ -121,9 +121,9 @@ class QPTConfig:
     """Share of the steps, at the end, over which all learning rates fall linearly to 0 (paper: none). A run that is
     resumed with more steps goes by the new number from there on."""
     clip: float = 0.25
-    """Gradient-norm clip of the policy."""
+    """Gradient-norm clip of the policy; 0: none."""
     critic_clip: float = 10.0
-    """Gradient-norm clip of each kind of critic (paper: 0.25)."""
+    """Gradient-norm clip of each kind of critic (paper: 0.25); 0: none."""
     ema: float = 0.995
     """ρ of the target policy: what it keeps at every step."""
     critic_ema: float = 0.99
@@ -173,8 +173,11 @@ class QPTConfig:
     """λ of the trade-off, in reward per cost as the data scale them."""
     choice: Literal["argmax", "softmax"] = "argmax"
     """Take the best score, or draw by softmax over feasible ones."""
+    targets: Literal["data", "published"] = "data"
+    """Return target for a limit: the best logged return within it, or that of the task's published pairs, interpolated
+    (where a task has none, as with "data")."""
     target_factor: float = 1.0
-    """Return target as a multiple of the best safe logged return."""
+    """What is asked for, as a multiple of the return target."""
     reward_reduction: Reduction = "min"
     """Over the twin reward critics, in targets and scores."""
 
@@ -186,6 +189,8 @@ class QPTConfig:
         for name in ("steps", "batch_size", "context", "width", "layers", "heads", "critic_width", "candidates"):
             if getattr(self, name) < 1:
                 raise QptError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.n_step is not None and self.n_step < 1:
+            raise QptError(f"n_step must be at least 1 (None: the whole window), not {self.n_step}")
         if self.support < 0:
             raise QptError(f"support is a ratio of likelihoods, at least 0, not {self.support:g}")
         if self.history is not None and not 1 <= self.history <= self.context:
@@ -254,5 +259,6 @@ class QPTConfig:
                 fallback="least-cost",
                 selection="constrained",
                 choice="argmax",
+                targets="published",
             )
         raise QptError(f"QPT has no preset {name!r}; choose default, paper or transformer")

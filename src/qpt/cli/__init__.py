@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections.abc import Sequence
 
 from qpt import __version__
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args[0] not in COMMANDS:
         print(f"error: there is no command {args[0]!r}; `qpt --help` lists them", file=sys.stderr)
         return 2
+    if not debug:  # of a warning too one sentence, without the place in the code
+        warnings.formatwarning = lambda message, *_where, **_how: f"warning: {message}\n"
     try:
         module = importlib.import_module(COMMANDS[args[0]][0])
         result = module.main(args[1:])

@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import tyro
 
 from qpt import parallel
-from qpt.algorithms.base import algorithm_classes, algorithm_names
+from qpt.algorithms.base import algorithm_names, preset_config
 from qpt.errors import QptError
+from qpt.tasks import get_task
 from qpt.training import Run, TrainConfig, train, train_seeds
 
 HELP = """Train a policy from logged episodes.
@@ -46,8 +47,9 @@ def main(args: Sequence[str]) -> int:
     # These two decide which flags there are, so they are looked up before the others are read.
     algorithm = _peek(args, "--algorithm") or str(values.pop("algorithm", "qpt"))
     preset = _peek(args, "--preset") or str(values.pop("preset", "default"))
-    _, config_class = algorithm_classes(algorithm)
-    run, method = _RunFlags(algorithm=algorithm), _preset(config_class, preset, algorithm)
+    task = _peek(args, "--task") or values.get("task")
+    run = _RunFlags(algorithm=algorithm)
+    method = preset_config(algorithm, preset, get_task(task) if isinstance(task, str) else None)
     if file:
         run, method = _with_values(run, method, values, file)
     run = _one_or_several(args, run)
@@ -64,14 +66,6 @@ def _one_or_several(args: Sequence[str], run: _RunFlags) -> _RunFlags:
     if one and several:
         raise QptError("--seed and --seeds exclude each other; give one of them")
     return replace(run, seeds=()) if one else run
-
-
-def _preset(config_class: type, name: str, algorithm: str) -> Any:
-    if hasattr(config_class, "preset"):
-        return config_class.preset(name)
-    if name != "default":
-        raise QptError(f"{algorithm} has no preset {name!r}; leave out --preset")
-    return config_class()
 
 
 def _parse(args: Sequence[str], algorithm: str, preset: str, run: _RunFlags, method: Any) -> TrainConfig:

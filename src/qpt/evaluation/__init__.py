@@ -48,9 +48,10 @@ def evaluate(
     `slots` episodes advance together and one `policy.act` of constant shape [slots, S] serves them; a policy that can
     `fork` has two batches of half the rows, each with workers of its own where there are two or more, so that neither
     waits for the other. Episode e always runs in row e mod slots, its environment is seeded by (seed, number) alike for
-    every limit, and its noise by (seed, limit, number): the rows depend neither on the number of workers nor on timing,
-    bit for bit, as long as a row of the policy does not depend on what stands in the others. A worker that dies, hangs
-    (`step_timeout` seconds for one step) or raises is replaced and its episodes are run again from their start.
+    every limit, and its noise by (seed, place of the limit, number): the rows depend neither on the number of workers
+    nor on timing, bit for bit, as long as a row of the policy does not depend on what stands in the others. A worker
+    that dies, hangs (`step_timeout` seconds for one step) or raises is replaced and its episodes are run again from
+    their start.
     `workers=None` takes one process a core, or none where the task's factory cannot be sent to another process.
     """
     task = get_task(task) if isinstance(task, str) else task

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from qpt import checkpoint, logs
-from qpt.algorithms.base import LimitMode, Spec, algorithm_classes
+from qpt.algorithms.base import LimitMode, Spec, algorithm_classes, preset_config
 from qpt.episodes import Episodes
 from qpt.errors import QptError
 from qpt.evaluation import evaluate
@@ -174,13 +174,7 @@ def limit_mode(algorithm: str, preset: str = "default", overrides: Mapping[str, 
 
 def method_config(job: Job) -> Any:
     """The method's own config: the preset, then the overrides, then the limit it is trained for."""
-    _, config_class = algorithm_classes(job.algorithm)
-    if hasattr(config_class, "preset"):
-        config = config_class.preset(job.preset)
-    elif job.preset == "default":
-        config = config_class()
-    else:
-        raise QptError(f"{job.algorithm} has no preset {job.preset!r}; leave it out")
+    config = preset_config(job.algorithm, job.preset, get_task(job.task) if job.task else None)
     own = {f.name for f in fields(config)}
     of_run = {f.name for f in fields(TrainConfig)} - SET_BY_JOB
     for name in job.overrides:

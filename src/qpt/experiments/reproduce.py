@@ -70,10 +70,12 @@ class Plan:
         chosen |= self.overrides
         chosen |= {f"{algorithm}.{k}": v for k, v in (overrides or {}).items()}
         made = []
-        pattern: dict[int, list[Job]] = {}  # by steps: finding out what a limit means to a method takes a while
+        # By steps, asked for and of the preset: finding out what a limit means to a method takes a while.
+        pattern: dict[tuple[int, int], list[Job]] = {}
         for task in self.tasks:
-            steps = self.scale.steps or get_task(task).paper_steps
-            if steps not in pattern:
+            usual = get_task(task).paper_steps
+            steps = self.scale.steps or usual
+            if (steps, usual) not in pattern:
                 some = grid(
                     [task],
                     [algorithm],
@@ -84,9 +86,9 @@ class Plan:
                     eval_every=max(steps // self.scale.evaluations, 1),
                     label=label or paper.METHODS.get(algorithm, algorithm),
                 )
-                pattern[steps] = [_without_defaults(job) for job in some]
+                pattern[steps, usual] = [_without_defaults(job) for job in some]
             for seed in range(self.scale.seeds):
-                made += [replace(job, task=task, data=self.data.get(task), seed=seed) for job in pattern[steps]]
+                made += [replace(job, task=task, data=self.data.get(task), seed=seed) for job in pattern[steps, usual]]
         return made
 
 

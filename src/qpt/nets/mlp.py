@@ -53,10 +53,11 @@ class StackedMLP(nn.Module):
                 weight, bias = weight.detach(), bias.detach()
             if x.shape[-1] > weight.shape[1]:
                 weight = F.pad(weight, (0, 0, 0, odd))
-            if not x.is_cuda:
-                x = torch.baddbmm(bias, x, weight)
-            elif weight.shape[-1] == 1:  # a product with one column is no work for a matrix unit, and stays exact
+            if weight.shape[-1] == 1 and (x.is_cuda or x.dtype is not weight.dtype):
+                # A product with one column is no work for a matrix unit, and what is learned from stays exact.
                 x = (x.to(weight.dtype) * weight.mT).sum(-1, keepdim=True) + bias
+            elif not x.is_cuda:
+                x = torch.baddbmm(bias, x, weight)
             else:  # apart, so that a compiled step fuses the bias with the activation
                 x = torch.bmm(x, weight) + bias
             if i < layers - 1:
