@@ -197,6 +197,30 @@ def test_bcq_lag_critic_loss_against_loops(variant: Any) -> None:
     assert bcq.critic_loss(batch, noise)[0].item() == pytest.approx(loss)
 
 
+@pytest.mark.parametrize(
+    ("cls", "config"), [(BCQLag, BCQLagConfig(width=8, vae_width=8)), (CPQ, CPQConfig(width=8, vae_width=8))]
+)
+def test_what_follows_a_timeout_is_worth_no_more_than_a_logged_episode(cls: Any, config: Any) -> None:
+    method, batch = made(cls, config), batch_of(12)
+    batch = batch._replace(terminals=torch.zeros(12).double(), timeouts=torch.ones(12).double())
+    with torch.no_grad():
+        method.target_reward_critics.biases[-1].fill_(1e6)
+        method.target_cost_critics.biases[-1].fill_(-1e6)  # so that CPQ finds all actions feasible
+    spec, logged = method.spec, torch.cat([method.standardize(batch.observations), batch.actions], -1)
+    best = 0.1 * batch.rewards + 0.99 * 0.1 * max(abs(spec.return_min), abs(spec.return_max))
+    reward_error = (method.reward_critics(logged)[..., 0] - best).square().mean(-1).sum().item()
+    cost = batch.costs - 0.99 * spec.cost_max
+    cost_error = (method.cost_critics(logged)[..., 0] - cost).square().mean(-1).sum().item()
+    if cls is BCQLag:
+        got = method.critic_loss(batch, torch.randn(12, config.samples, method.vae.latent).double())[0]
+        assert got.item() == pytest.approx(reward_error + cost_error)
+    else:
+        noise, draws = torch.randn(12, 2).double(), torch.randn(12, config.samples, 2).double()
+        assert method.reward_loss(batch, noise)[0].item() == pytest.approx(reward_error)
+        loss, pushed, _ = method.cost_loss(batch, noise, draws)
+        assert (loss + method.log_alpha.exp() * (pushed - method.push_target)).item() == pytest.approx(cost_error)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bcq_lag_actor_values_against_loops(variant: Any) -> None:
     bcq = made(BCQLag, BCQLagConfig(variant=variant, width=8, vae_width=8, cost_limit=4))
@@ -328,13 +352,18 @@ def test_soft_chi_square_pair() -> None:
     torch.testing.assert_close(slope, x, rtol=1e-9, atol=1e-9)  # f' undoes its inverse
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_coptidice_losses_against_loops(variant: Any) -> None:
-    dice, n, correct = (
-        made(COptiDICE, COptiDICEConfig(variant=variant, width=8, cost_limit=4)),
-        16,
-        variant == "correct",
-    )
+@pytest.mark.parametrize(
+    ("variant", "timeouts"), [("correct", "seen"), ("correct", "bootstrap"), ("reference", "seen")]
+)
+def test_coptidice_losses_against_loops(variant: Any, timeouts: Any) -> None:
+    config = COptiDICEConfig(variant=variant, timeouts=timeouts, width=8, cost_limit=4)
+    dice, n, correct = made(COptiDICE, config), 16, variant == "correct"
+    aware = correct and timeouts == "seen"
+
+    def judged(observation: torch.Tensor, step: float) -> np.ndarray:
+        seen = seen_by(dice, observation)
+        return np.append(seen, 2 * step / dice.spec.horizon - 1) if aware else seen
+
     dice.make_sampler(tiny_data(), torch.device("cpu"), 0)
     with torch.no_grad():
         dice.raw_lambda.fill_(0.4)
@@ -345,8 +374,11 @@ def test_coptidice_losses_against_loops(variant: Any) -> None:
     share = len(tiny_data()) / tiny_data().steps
     nu_loss, w, bound = 0.0, [], []
     for i in range(n):
-        seen, following = (seen_by(dice, x[i]) for x in (steps.observations, steps.next_observations))
-        ended = steps.terminals[i].item() if correct else max(steps.terminals[i].item(), steps.timeouts[i].item())
+        step = steps.steps[i].item()
+        seen, following = judged(steps.observations[i], step), judged(steps.next_observations[i], step + 1)
+        ended = steps.terminals[i].item()
+        if aware or not correct:
+            ended = max(ended, steps.timeouts[i].item())
         nu, nu_next = min(all_members(dice.nu, seen)), min(all_members(dice.nu, following))
         chi, chi_next = min(all_members(dice.chi, seen)), min(all_members(dice.chi, following))
         cost = steps.costs[i].item()
@@ -354,7 +386,7 @@ def test_coptidice_losses_against_loops(variant: Any) -> None:
         w.append(math.exp(e / 0.5) if e < 0 else e / 0.5 + 1)
         f = w[i] * (math.log(w[i]) - 1) + 1 if w[i] < 1 else (w[i] - 1) ** 2 / 2
         if correct:
-            start = seen_by(dice, batch.initial[i])
+            start = judged(batch.initial[i], 0)
             nu_start, chi_start = min(all_members(dice.nu, start)), min(all_members(dice.chi, start))
         else:
             mark = (steps.steps[i].item() == 0) / share

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from helpers import tiny_data
-from qpt.algorithms.base import Context, Spec
+from qpt.algorithms.base import Context, Spec, preset_config
 from qpt.algorithms.caps import CAPS, CAPSConfig
 from qpt.data.sampling import TransitionBatch, TransitionSampler
 from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError
 from qpt.policy import Policy
+from qpt.tasks import get_task
 
 torch.set_num_threads(1)  # the fastest for small networks
 CONFIG = CAPSConfig(width=16, batch_size=32, heads=3)
@@ -43,18 +44,30 @@ def twins(critics, seen: torch.Tensor, action: torch.Tensor) -> tuple[float, flo
     return min(q[:2]), max(q[2:])
 
 
-def over(batch: TransitionBatch, i: int, variant: str) -> bool:
-    return bool(batch.terminals[i]) or (variant == "reference" and bool(batch.timeouts[i]))
+def judged_of(method: CAPS, observation: torch.Tensor, step: int) -> torch.Tensor:
+    """What critics know: in the correct variant also the step, unless they bootstrap at timeouts."""
+    seen = seen_of(method, observation)
+    if method.config.variant == "reference" or method.config.timeouts == "bootstrap":
+        return seen
+    return torch.cat([seen, torch.tensor([2 * step / method.spec.horizon - 1], dtype=seen.dtype)])
 
 
-def test_value_loss_and_advantages():
-    method, batch = make()
+def over(batch: TransitionBatch, i: int, variant: str, timeouts: str = "seen") -> bool:
+    return bool(batch.terminals[i]) or ((variant, timeouts) != ("correct", "bootstrap") and bool(batch.timeouts[i]))
+
+
+WAYS = [("correct", "seen"), ("correct", "bootstrap"), ("reference", "seen")]
+
+
+@pytest.mark.parametrize("timeouts", ["seen", "bootstrap"])
+def test_value_loss_and_advantages(timeouts):
+    method, batch = make(timeouts=timeouts)
     loss, more, less = method.value_loss(batch)
     expected = 0.0
     for i in range(len(batch.rewards)):
-        seen = seen_of(method, batch.observations[i])
-        reward_q, cost_q = twins(method.target_critics, seen, batch.actions[i])
-        reward_v, cost_v = method.values(seen).flatten().tolist()
+        state = judged_of(method, batch.observations[i], int(batch.steps[i]))
+        reward_q, cost_q = twins(method.target_critics, state, batch.actions[i])
+        reward_v, cost_v = method.values(state).flatten().tolist()
         assert more[i].item() == pytest.approx(reward_q - reward_v)
         assert less[i].item() == pytest.approx(cost_v - cost_q)
         for u in (reward_q - reward_v, -cost_q + cost_v):  # the same expectile of negative costs
@@ -62,14 +75,15 @@ def test_value_loss_and_advantages():
     assert loss.item() == pytest.approx(expected / len(batch.rewards), rel=1e-6)
 
 
-@pytest.mark.parametrize("variant", ["correct", "reference"])
-def test_critic_loss_tells_terminals_from_timeouts(variant):
-    method, batch = make(variant=variant)
+@pytest.mark.parametrize(("variant", "timeouts"), WAYS)
+def test_critic_loss_tells_terminals_from_timeouts(variant, timeouts):
+    method, batch = make(variant=variant, timeouts=timeouts)
     next_reward, next_cost = torch.randn(2, 64, dtype=torch.float64)
     expected = 0.0
     for i in range(64):
-        q = method.critics(torch.cat([seen_of(method, batch.observations[i]), batch.actions[i]])).flatten().tolist()
-        going = 0.0 if over(batch, i, variant) else 0.99
+        state = judged_of(method, batch.observations[i], int(batch.steps[i]))
+        q = method.critics(torch.cat([state, batch.actions[i]])).flatten().tolist()
+        going = 0.0 if over(batch, i, variant, timeouts) else 0.99
         reward_target = 0.1 * batch.rewards[i].item() + going * next_reward[i].item()
         cost_target = batch.costs[i].item() + going * next_cost[i].item()
         expected += sum((x - reward_target) ** 2 for x in q[:2]) / 2 + sum((x - cost_target) ** 2 for x in q[2:]) / 2
@@ -143,7 +157,8 @@ def test_backup_averages_heads_and_only_the_reference_adds_entropy_to_costs(vari
     for i in range(64):
         seen = seen_of(method, batch.next_observations[i])
         actions, likelihood = method.draw(seen[None], noise[i : i + 1])
-        parts = [twins(method.target_critics, seen, actions[0, h].detach()) for h in range(3)]
+        state = judged_of(method, batch.next_observations[i], int(batch.steps[i]) + 1)
+        parts = [twins(method.target_critics, state, actions[0, h].detach()) for h in range(3)]
         entropies = [-alpha * likelihood[0, h].item() for h in range(3)]
         assert reward[i].item() == pytest.approx(sum(p[0] + e for p, e in zip(parts, entropies, strict=True)) / 3)
         extra = sum(entropies) if variant == "reference" else 0.0
@@ -157,8 +172,9 @@ def test_actor_critic_loss_against_loops():
     for i in range(64):
         seen = seen_of(method, batch.observations[i])
         actions, likelihood = method.draw(seen[None], noise[i : i + 1])
+        state = judged_of(method, batch.observations[i], int(batch.steps[i]))
         for h in range(3):
-            reward_q, cost_q = twins(method.critics, seen, actions[0, h].detach())
+            reward_q, cost_q = twins(method.critics, state, actions[0, h].detach())
             goals[i, h] = (reward_q, reward_q - cost_q, -cost_q)[h]  # the middle one of three: k / ((H - 1) / 2) = 1
             rest[i, h] = likelihood[0, h].item() + (actions[0, h] - batch.actions[i]).square().mean().item()
     expected = (rest - 2.5 * goals / np.abs(goals).mean(0)).mean()
@@ -190,6 +206,13 @@ def test_act_switches_by_the_remaining_budget():
         assert torch.equal(decision.actions[i], proposed[i, head])
         assert decision.diagnostics["fallback"][i] == float(not fits)
     assert 10 < fallbacks < n - 10
+
+
+def test_the_papers_preset_is_the_published_code_and_knows_metadrive():
+    paper = preset_config("caps", "paper", get_task("BallRun"))
+    assert (paper.variant, paper.normalize, paper.expectile) == ("reference", False, 0.7)
+    assert preset_config("caps", "paper", get_task("easymean")) == replace(paper, expectile=0.5, steps=200_000)
+    assert preset_config("oasis", "paper").variant == "reference"
 
 
 def test_one_head_cannot_switch():

@@ -189,6 +189,7 @@ def test_a_resumed_run_equals_an_unbroken_one(data: Path, tmp_path: Path) -> Non
     [
         (["--task", "easysparse"], 200_000),
         (["--task", "easysparse", "--algorithm", "cdt"], 200_000),
+        (["--task", "easysparse", "--algorithm", "fisor"], 1_000_000),
         (["--task", "easysparse", "--steps", "7"], 7),
         (["--task", "BallCircle"], 100_000),
         ([], 100_000),

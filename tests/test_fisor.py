@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from helpers import tiny_data
-from qpt.algorithms.base import Spec, descend, soft_update
+from qpt.algorithms.base import Spec, descend, preset_config, soft_update
 from qpt.algorithms.fisor import FISOR, FISORConfig
 from qpt.data.sampling import TransitionBatch, TransitionSampler
 from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError
 from qpt.nets.noise import episode_normal
 from qpt.policy import Policy
+from qpt.tasks import get_task
 
 torch.set_num_threads(1)  # the fastest for small networks
 CONFIG = FISORConfig(width=16, policy_width=16, blocks=1, batch_size=32, dropout=0.0)
@@ -174,14 +175,16 @@ def test_paper_preset_cuts_the_batch_and_decays_the_learning_rate():
     assert (paper.discount, paper.feasibility_discount, paper.target_rate, paper.critic_lr) == (0.99, 0.99, 0.005, 3e-4)
     assert (paper.lr, paper.ema_rate, paper.candidates, paper.feasible_enough) == (3e-4, 0.001, 16, None)
     data = tiny_data()
-    method = FISOR(replace(CONFIG, policy_updates=2, critic_batch=8, lr_horizon=4), Spec.from_data(data))
+    method = FISOR(replace(CONFIG, policy_updates=2, critic_batch=8, lr_horizon=8), Spec.from_data(data))
     sampler = method.make_sampler(data, torch.device("cpu"), 0)
     rates = []
     for _ in range(5):
         method.update(sampler.sample())
         rates.append(method.optimizers["policy"].param_groups[0]["lr"].item())
-    assert rates == pytest.approx([3e-4 * 0.5 * (1 + math.cos(math.pi * t / 4)) for t in range(5)], abs=1e-9)
+    assert rates == pytest.approx([3e-4 * 0.5 * (1 + math.cos(math.pi * 2 * t / 8)) for t in range(5)], abs=1e-9)
     assert method.optimizers["policy"].state[method.policy_parameters[0]]["step"] == 10
+    assert preset_config("fisor", "paper", get_task("harddense")).cost_weight_min == 1.0
+    assert preset_config("fisor", "paper", get_task("BallRun")) == paper
     with pytest.raises(QptError, match="cannot be cut"):
         FISOR(replace(CONFIG, policy_updates=3), Spec.from_data(data))
     with pytest.raises(QptError, match="no preset"):

@@ -212,15 +212,18 @@ def config_from(config_class: type, values: dict[str, Any]) -> Any:
 
 
 def preset_config(algorithm: str, name: str, task: Task | None = None) -> Any:
-    """The config of a method's preset. The paper trains its MetaDrive tasks longer than the others."""
+    """The config of a method's preset. Published ones have other steps and settings for MetaDrive's tasks."""
     _, config_class = algorithm_classes(algorithm)
     if not hasattr(config_class, "preset"):
         if name != "default":
             raise QptError(f"{algorithm} has no preset {name!r}; leave it out")
         return config_class()
     config = config_class.preset(name)
-    if name == "paper" and task is not None and config.steps == Task.paper_steps:
-        config = replace(config, steps=task.paper_steps)
+    if name == "paper" and task is not None:
+        if task.suite == "metadrive":
+            config = replace(config, **getattr(config_class, "METADRIVE", {}))
+        if config.steps == Task.paper_steps:
+            config = replace(config, steps=task.paper_steps)
     return config
 
 
@@ -311,6 +314,19 @@ def frozen_copy(module: nn.Module) -> Any:
 
 def _stay(module: nn.Module, mode: bool = True) -> nn.Module:  # noqa: ARG001
     return module
+
+
+def within_episode(value: Tensor, timeouts: Tensor, largest: float) -> Tensor:
+    """Values of next states, behind a timeout no larger than what a whole logged episode brought.
+
+    Where a state tells how far the episode has come, no logged step holds the values behind the last one.
+    """
+    return torch.where(timeouts > 0, value.clamp(-largest, largest), value)
+
+
+def with_step(seen: Tensor, steps: Tensor, horizon: int) -> Tensor:
+    """What is seen of a state, and how far its episode has come, from -1 to 1."""
+    return torch.cat([seen, steps[..., None].to(seen.dtype) * (2 / horizon) - 1], -1)
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:

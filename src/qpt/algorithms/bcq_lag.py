@@ -5,7 +5,8 @@ d is the cost limit as a discounted sum and λ is steered by a PID controller (S
 
 `variant="reference"` is what the published numbers were made with. "correct" differs in four points:
  - a terminal ends the cost sum (the reference goes on bootstrapping the cost after the task is over);
- - a timeout does not end the reward sum (the reference cuts it there, as if nothing could follow);
+ - a timeout does not end the reward sum (the reference cuts it there, as if nothing could follow); what follows it is
+   worth no more than a whole logged episode;
  - cost critics are combined by their larger value (the reference takes the smaller one, which underestimates the cost);
  - observations are normalised.
 """
@@ -28,6 +29,7 @@ from qpt.algorithms.base import (
     discounted_limit,
     frozen_copy,
     soft_update,
+    within_episode,
 )
 from qpt.algorithms.flat import side_by_side
 from qpt.algorithms.multiplier import PIDMultiplier
@@ -114,6 +116,7 @@ class BCQLag(nn.Module):
         self.target_cost_critics = frozen_copy(self.cost_critics)
         self.threshold = float(discounted_limit(config.cost_limit, spec.horizon, config.discount))
         self.reward_scale = config.reward_scale or 10 / max(spec.mean_return_to_go, 1e-6)
+        self.largest_return = self.reward_scale * max(abs(spec.return_min), abs(spec.return_max))
         self.make_optimizers()
 
     def make_optimizers(self) -> None:
@@ -177,6 +180,8 @@ class BCQLag(nn.Module):
             cost_value = (c.caution * cautious + (1 - c.caution) * other).amax(-1)
             if self.correct:
                 reward_going = cost_going = 1 - batch.terminals
+                reward_value = within_episode(reward_value, batch.timeouts, self.largest_return)
+                cost_value = within_episode(cost_value, batch.timeouts, self.spec.cost_max)
             else:
                 reward_going = 1 - torch.maximum(batch.terminals, batch.timeouts)
                 cost_going = torch.ones_like(batch.terminals)

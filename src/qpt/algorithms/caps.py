@@ -11,15 +11,15 @@ entropy and an imitation term (`backup`, `actor_critic_loss`). Costs are valued 
 the published code values negative costs with the smaller twin, which is the same up to sign.
 
 `variant="reference"` differs from "correct" in three things, as in the published code: σ of the IQL heads is 1
-throughout (its parameters were never registered with the optimiser), a timeout cuts the values as a terminal does, and
-the SAC+BC backup of costs holds the entropy term, so that its values are not costs alone.
+throughout (its parameters were never registered with the optimiser), a timeout cuts values that do not see it coming
+(see `timeouts`), and the SAC+BC backup of costs holds the entropy term, so that its values are not costs alone.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from qpt.algorithms.base import (
     discounted_limit,
     frozen_copy,
     soft_update,
+    with_step,
 )
 from qpt.algorithms.flat import side_by_side
 from qpt.algorithms.targets import expectile_loss
@@ -59,7 +60,10 @@ class CAPSConfig:
     base: Literal["iql", "sac-bc"] = "iql"
     """How heads and critics learn: implicit Q-learning, or soft actor-critic with imitation."""
     variant: Literal["correct", "reference"] = "correct"
-    """Learned σ, values that go on after a timeout and plain cost values, or as in the published code."""
+    """Learned σ, timeouts as below and plain cost values, or as in the published code."""
+    timeouts: Literal["seen", "bootstrap"] = "seen"
+    """Critics and values know the step and end at a timeout, or do not and go on. Where a state tells how far the
+    episode has come (BallRun), no logged step holds the values beyond the last, and they run away."""
 
     # -- networks
     heads: int = 2
@@ -89,13 +93,15 @@ class CAPSConfig:
     q_weight: float = 2.5
     """Weight of the critics against imitation. SAC+BC only."""
 
+    METADRIVE: ClassVar[dict[str, float]] = {"expectile": 0.5}  # what the authors set there
+
     @classmethod
     def preset(cls, name: str) -> CAPSConfig:
-        """ "default", or "paper": the published configuration."""
+        """ "default", or "paper": as published, the defects of its code included."""
         if name == "default":
             return cls()
         if name == "paper":
-            return replace(cls(), normalize=False)
+            return replace(cls(), normalize=False, variant="reference")
         raise QptError(f"CAPS has no preset {name!r}; choose default or paper")
 
 
@@ -141,11 +147,13 @@ class CAPS(nn.Module):
         if config.heads < 2:
             raise QptError(f"CAPS switches between at least 2 heads, not {config.heads}")
         s, a, hidden = spec.observation_dim, spec.action_dim, [config.width] * 2
-        self.critics = StackedMLP(4, [s + a, *hidden, 1], "relu")  # Q_r twice, Q_c twice
+        self.knows_step = config.variant == "correct" and config.timeouts == "seen"
+        judged = s + self.knows_step
+        self.critics = StackedMLP(4, [judged + a, *hidden, 1], "relu")  # Q_r twice, Q_c twice
         self.target_critics = frozen_copy(self.critics)
         self.policy = HeadedPolicy(s, a, config)
         if config.base == "iql":
-            self.values = StackedMLP(2, [s, *hidden, 1], "relu")  # V_r, V_c
+            self.values = StackedMLP(2, [judged, *hidden, 1], "relu")  # V_r, V_c
             self.compilable: tuple[str, ...] = ("value_loss", "critic_loss", "actor_loss")
         else:
             self.log_temperature = nn.Parameter(torch.zeros(()))
@@ -176,6 +184,11 @@ class CAPS(nn.Module):
 
     # -- what both bases share -----------------------------------------------------------------------------------------
 
+    def judged(self, observations: Tensor, steps: Tensor) -> Tensor:
+        """What critics and values know of a state; the policy does not know the step."""
+        seen: Tensor = self.see(observations)
+        return with_step(seen, steps, self.spec.horizon) if self.knows_step else seen
+
     @staticmethod
     def q(critics: StackedMLP, seen: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Q_r (the smaller twin) and Q_c (the larger): the cautious side of both."""
@@ -194,9 +207,11 @@ class CAPS(nn.Module):
     def critic_loss(self, batch: TransitionBatch, next_reward: Tensor, next_cost: Tensor) -> Tensor:
         """Mean squared error of both twins to r + γ next_reward and c + γ next_cost."""
         c = self.config
-        ended = torch.maximum(batch.terminals, batch.timeouts) if c.variant == "reference" else batch.terminals
+        cut = c.variant == "reference" or self.knows_step
+        ended = torch.maximum(batch.terminals, batch.timeouts) if cut else batch.terminals
         going = c.discount * (1 - ended)
-        q: Tensor = self.critics(torch.cat([self.see(batch.observations), batch.actions], -1))[..., 0]  # [4, B]
+        state = self.judged(batch.observations, batch.steps)
+        q: Tensor = self.critics(torch.cat([state, batch.actions], -1))[..., 0]  # [4, B]
         reward_error = q[:2] - (c.reward_scale * batch.rewards + going * next_reward)
         return reward_error.square().mean() + (q[2:] - (batch.costs + going * next_cost)).square().mean()
 
@@ -209,10 +224,10 @@ class CAPS(nn.Module):
 
     def value_loss(self, batch: TransitionBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Expectiles of the target critics over logged actions, and the advantages in reward and in safety."""
-        seen, tau = self.see(batch.observations), self.config.expectile
+        state, tau = self.judged(batch.observations, batch.steps), self.config.expectile
         with torch.no_grad():
-            reward_q, cost_q = self.q(self.target_critics, seen, batch.actions)
-        reward_v, cost_v = self.values(seen)[..., 0]
+            reward_q, cost_q = self.q(self.target_critics, state, batch.actions)
+        reward_v, cost_v = self.values(state)[..., 0]
         more, less = reward_q - reward_v, cost_v - cost_q
         loss = expectile_loss(more, tau).mean() + expectile_loss(less, tau).mean()
         return loss, more.detach(), less.detach()
@@ -232,7 +247,7 @@ class CAPS(nn.Module):
     def _update_iql(self, batch: TransitionBatch) -> dict[str, Tensor]:
         """Next values and advantages before any change, then values, critics, heads: the published order."""
         with torch.no_grad():
-            next_reward, next_cost = self.values(self.see(batch.next_observations))[..., 0]
+            next_reward, next_cost = self.values(self.judged(batch.next_observations, batch.steps + 1))[..., 0]
         value_loss, more, less = self.value_loss(batch)
         descend(self.optimizers["values"], value_loss, [self.value_parameters])
         critic_loss = self.critic_loss(batch, next_reward, next_cost)
@@ -257,9 +272,9 @@ class CAPS(nn.Module):
     @torch.no_grad()
     def backup(self, batch: TransitionBatch, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Next values averaged over heads: min Q_r' - α log π, and max Q_c' (without entropy, if correct)."""
-        seen = self.see(batch.next_observations)
-        actions, likelihood = self.draw(seen, noise)
-        reward_q, cost_q = self.q(self.target_critics, seen[:, None].expand(-1, self.config.heads, -1), actions)
+        actions, likelihood = self.draw(self.see(batch.next_observations), noise)
+        state = self.judged(batch.next_observations, batch.steps + 1)
+        reward_q, cost_q = self.q(self.target_critics, state[:, None].expand(-1, self.config.heads, -1), actions)
         entropy = -self.log_temperature.exp() * likelihood
         if self.config.variant == "reference":
             cost_q = cost_q - entropy
@@ -267,9 +282,9 @@ class CAPS(nn.Module):
 
     def actor_critic_loss(self, batch: TransitionBatch, noise: Tensor) -> tuple[Tensor, Tensor]:
         """α log π - 2.5 Q / |Q| + (a - π)² with each head's mixture of Q_r and -Q_c; and the mean log π."""
-        seen = self.see(batch.observations)
-        actions, likelihood = self.draw(seen, noise)
-        reward_q, cost_q = self.q(self.critics, seen[:, None].expand(-1, self.config.heads, -1), actions)
+        actions, likelihood = self.draw(self.see(batch.observations), noise)
+        state = self.judged(batch.observations, batch.steps)
+        reward_q, cost_q = self.q(self.critics, state[:, None].expand(-1, self.config.heads, -1), actions)
         goal = self.mixture(reward_q, -cost_q)  # [B, H]
         scale = parallel.mean(goal.abs().mean(0)).clamp(min=1e-3)  # [H]
         imitation = (actions - batch.actions[:, None]).square().mean(-1)
@@ -297,10 +312,11 @@ class CAPS(nn.Module):
     @torch.no_grad()
     def act(self, context: Context) -> Decision:
         """argmax Q_r over heads whose Q_c is below the discounted share of the remaining budget, else argmin Q_c."""
-        seen = self.see(context.now(context.observations))
+        observations, steps = context.now(context.observations), context.now(context.steps)
+        seen, state = self.see(observations), self.judged(observations, steps)
         actions = torch.tanh(self.policy(seen)[0])  # [n, H, A]
-        reward_q, cost_q = self.q(self.critics, seen[:, None].expand(-1, self.config.heads, -1), actions)
-        left = (self.spec.horizon - context.now(context.steps)).clamp(min=1)
+        reward_q, cost_q = self.q(self.critics, state[:, None].expand(-1, self.config.heads, -1), actions)
+        left = (self.spec.horizon - steps).clamp(min=1)
         budget = discounted_limit(context.now(context.cost_to_go).clamp(min=0), left, self.config.discount)
         feasible = cost_q < budget[:, None]
         best = torch.where(feasible, reward_q, -torch.inf).argmax(1)

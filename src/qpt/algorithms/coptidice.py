@@ -14,7 +14,7 @@ With e = r - λ c + γ ν(s') - ν(s) the optimal weight of a transition is w = 
    Gaussian, so that an action of 1.0 is executed as 0.76);
  - initial states are a batch of their own (the reference marks them in the batch and divides by their share, which
    inside the softmax makes one of them outweigh all else);
- - a timeout does not end the sums;
+ - ν and χ know the step, and so see a timeout coming (the reference ends there unawares; see `timeouts`);
  - observations are normalised.
 """
 
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax, softplus
 
-from qpt.algorithms.base import Context, Decision, LimitMode, Spec, adam, descend, discounted_limit
+from qpt.algorithms.base import Context, Decision, LimitMode, Spec, adam, descend, discounted_limit, with_step
 from qpt.data.sampling import TransitionBatch, TransitionSampler
 from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError
@@ -48,6 +48,9 @@ class COptiDICEConfig:
     """κ: the limit on an episode's cost that the policy is trained for."""
     variant: Literal["correct", "reference"] = "correct"
     """Without or with the defects of the published code."""
+    timeouts: Literal["seen", "bootstrap"] = "seen"
+    """ν and χ know the step and end at a timeout, or do not and go on. Where a state tells how far the episode has come
+    (BallRun), the states behind a timeout have no step of their own, and ν falls there without end."""
     discount: float = 0.99
     """Discount of rewards and costs."""
     reward_scale: float | None = 0.1
@@ -111,7 +114,9 @@ class COptiDICE(nn.Module):
         self.correct = config.variant == "correct"
         s, a = spec.observation_dim, spec.action_dim
         self.standardize = Standardize(spec.observation_mean, spec.observation_std, self.correct)
-        self.nu, self.chi = (StackedMLP(2, [s, config.width, config.width, 1], "relu") for _ in range(2))
+        self.knows_step = self.correct and config.timeouts == "seen"
+        sizes = [s + self.knows_step, config.width, config.width, 1]
+        self.nu, self.chi = (StackedMLP(2, sizes, "relu") for _ in range(2))
         self.actor = SquashedGaussian(s, a, config.width, config.log_std)
         self.raw_lambda, self.raw_tau = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
         self.register_buffer("action_std", torch.ones(a))  # these two are set from the data, see make_sampler
@@ -153,20 +158,24 @@ class COptiDICE(nn.Module):
 
     def _difference(self, net: StackedMLP, batch: TransitionBatch) -> Tensor:
         """γ v(s') - v(s), v the smaller twin, 0 after the end: [B]."""
-        ended = batch.terminals if self.correct else torch.maximum(batch.terminals, batch.timeouts)
-        before, after = self._value(net, batch.observations), self._value(net, batch.next_observations)
+        cut = self.knows_step or not self.correct
+        ended = torch.maximum(batch.terminals, batch.timeouts) if cut else batch.terminals
+        before = self._value(net, batch.observations, batch.steps)
+        after = self._value(net, batch.next_observations, batch.steps + 1)
         return self.config.discount * (1 - ended) * after - before
 
-    def _value(self, net: StackedMLP, observations: Tensor) -> Tensor:
-        twins: Tensor = net(self.standardize(observations))[..., 0]
+    def _value(self, net: StackedMLP, observations: Tensor, steps: Tensor) -> Tensor:
+        seen: Tensor = self.standardize(observations)
+        twins: Tensor = net(with_step(seen, steps, self.spec.horizon) if self.knows_step else seen)[..., 0]
         return twins.amin(0)
 
     def _initial(self, net: StackedMLP, batch: DICEBatch) -> Tensor:
         """(1 - γ) v(s0), or the reference's (1 - γ) v(s) 1[s is initial] / share: [B]."""
         if self.correct:
-            return (1 - self.config.discount) * self._value(net, batch.initial)
+            begun = torch.zeros(len(batch.initial), device=batch.initial.device)
+            return (1 - self.config.discount) * self._value(net, batch.initial, begun)
         marked = (batch.steps.steps == 0).to(batch.initial) / self.initial_share
-        return (1 - self.config.discount) * marked * self._value(net, batch.steps.observations)
+        return (1 - self.config.discount) * marked * self._value(net, batch.steps.observations, batch.steps.steps)
 
     def weights(self, batch: TransitionBatch) -> Tensor:
         """w of each transition, without gradient: [B]."""

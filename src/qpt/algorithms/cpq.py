@@ -12,7 +12,7 @@
  - the larger one of the twin cost critics counts (the reference takes the smaller one, which underestimates the cost);
  - where no action is feasible the actor descends the cost (in the reference it learns nothing there);
  - a terminal ends the cost sum (the reference goes on bootstrapping the cost after the task is over);
- - a timeout does not end the reward sum;
+ - a timeout does not end the reward sum; what follows it is worth no more than a whole logged episode;
  - observations are normalised.
 """
 
@@ -36,6 +36,7 @@ from qpt.algorithms.base import (
     discounted_limit,
     frozen_copy,
     soft_update,
+    within_episode,
 )
 from qpt.algorithms.flat import side_by_side
 from qpt.data.sampling import TransitionBatch, TransitionSampler
@@ -120,6 +121,7 @@ class CPQ(nn.Module):
         self.register_buffer("log_alpha", torch.zeros(()))
         self.threshold = float(discounted_limit(config.cost_limit, spec.horizon, config.discount))
         self.reward_scale = config.reward_scale or 10 / max(spec.mean_return_to_go, 1e-6)
+        self.largest_return = self.reward_scale * max(abs(spec.return_min), abs(spec.return_max))
         self.make_optimizers()
 
     def make_optimizers(self) -> None:
@@ -161,6 +163,8 @@ class CPQ(nn.Module):
             actions = self.actor.sample(following, noise)
             feasible = (self.cost_value(self.target_cost_critics, following, actions) <= self.threshold).to(noise)
             value = feasible * self.reward_value(self.target_reward_critics, following, actions)
+            if self.correct:
+                value = within_episode(value, batch.timeouts, self.largest_return)
             ended = batch.terminals if self.correct else torch.maximum(batch.terminals, batch.timeouts)
             target = self.reward_scale * batch.rewards + self.config.discount * (1 - ended) * value
         q = self.reward_critics(torch.cat([self.standardize(batch.observations), batch.actions], -1))[..., 0]
@@ -174,6 +178,8 @@ class CPQ(nn.Module):
         seen, following = self.standardize(batch.observations), self.standardize(batch.next_observations)
         with torch.no_grad():
             value = self.cost_value(self.target_cost_critics, following, self.actor.sample(following, noise))
+            if self.correct:
+                value = within_episode(value, batch.timeouts, self.spec.cost_max)
             going = 1 - batch.terminals if self.correct else torch.ones_like(batch.terminals)
             target = batch.costs + self.config.discount * going * value
         q = self.cost_critics(torch.cat([seen, batch.actions], -1))[..., 0]  # [2, B]

@@ -15,12 +15,22 @@ that should all be -1 is the most timid action. The defaults here are for shorte
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from qpt.algorithms.base import Context, Decision, LimitMode, Spec, adam, descend, frozen_copy, soft_update
+from qpt.algorithms.base import (
+    Context,
+    Decision,
+    LimitMode,
+    Spec,
+    adam,
+    descend,
+    frozen_copy,
+    soft_update,
+    with_step,
+)
 from qpt.algorithms.flat import side_by_side
 from qpt.algorithms.targets import expectile_loss
 from qpt.data.sampling import TransitionBatch, TransitionSampler
@@ -90,7 +100,7 @@ class FISORConfig:
     lr: float = 3e-4
     """Learning rate of the policy."""
     lr_horizon: int | None = None
-    """Steps of a cosine decay of the policy's learning rate to 0 (paper: 3 000 000); None: constant."""
+    """Policy updates in a cosine decay of the policy's learning rate to 0 (paper: 3 000 000); None: constant."""
     ema_rate: float = 0.001
     """Rate of the averaged denoiser that acts."""
 
@@ -100,9 +110,11 @@ class FISORConfig:
     feasible_enough: float | None = -0.5
     """Values at or below count as equal, and the highest Q_r of those decides; None: the lowest alone (paper)."""
 
+    METADRIVE: ClassVar[dict[str, float]] = {"cost_weight_min": 1.0}  # what the authors set there
+
     @classmethod
     def preset(cls, name: str) -> FISORConfig:
-        """ "default", or "paper": sizes and schedule of the published configuration, which is one for all tasks."""
+        """ "default", or "paper": sizes and schedule as published, the same for all tasks but `METADRIVE`'s."""
         if name == "default":
             return cls()
         if name == "paper":
@@ -150,7 +162,8 @@ class FISOR(nn.Module):
         self.see = Standardize(spec.observation_mean, spec.observation_std, config.normalize)
         self.register_buffer("step", torch.zeros((), dtype=torch.long))
         # An average step earns about 1 over the return range, as the temperatures expect.
-        self.reward_scale = spec.horizon / max(spec.return_max - spec.return_min, 1e-6)
+        spread = spec.return_max - spec.return_min
+        self.reward_scale = spec.horizon / spread if spread > 1e-6 else 1.0
         self.make_optimizers()
 
     def make_optimizers(self) -> None:
@@ -181,7 +194,7 @@ class FISOR(nn.Module):
         seen: Tensor = self.see(observations)
         if self.config.timeouts != "seen":
             return seen
-        return torch.cat([seen, steps[..., None].to(seen.dtype) * (2 / self.spec.horizon) - 1], -1)
+        return with_step(seen, steps, self.spec.horizon)
 
     def target_q(self, judged: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
         """Q_r (the smaller twin) and Q_h (the larger twin) of the target critics."""
@@ -238,7 +251,7 @@ class FISOR(nn.Module):
         """The policy on each part of the batch, then values, then critics with the new values: the published order."""
         c, optimizers = self.config, self.optimizers
         if c.lr_horizon:
-            share = (self.step / c.lr_horizon).clamp(max=1.0)
+            share = (self.step * c.policy_updates / c.lr_horizon).clamp(max=1.0)
             optimizers["policy"].param_groups[0]["lr"].copy_(c.lr * 0.5 * (1 + torch.cos(torch.pi * share)))
         self.step += 1
         size = c.batch_size // c.policy_updates

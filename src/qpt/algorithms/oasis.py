@@ -125,12 +125,13 @@ class OASISConfig:
 
     @classmethod
     def preset(cls, name: str) -> OASISConfig:
-        """ "default", or "paper": the published sizes (200k, 150k and 25k steps) and limit."""
+        """ "default", or "paper": the published sizes (200k, 150k and 25k steps), limit and defects."""
         if name == "default":
             return cls()
         if name == "paper":
             return replace(
                 cls(),
+                variant="reference",
                 steps=375_000,
                 generator_share=200 / 375,
                 labeler_share=150 / 375,
