@@ -446,6 +446,14 @@ def test_coptidice_actor_loss_against_distributions_and_the_tanh_mismatch() -> N
         assert dice.actor_loss(steps, w, *noise).item() == pytest.approx(loss, rel=1e-5)
 
 
+def test_coptidice_does_not_blur_what_never_changes() -> None:
+    data = tiny_data()
+    still = replace(data, observations=data.observations * np.float32([1, 1, 1e-7]))
+    dice = COptiDICE(COptiDICEConfig(width=8), Spec.from_data(still))
+    dice.make_sampler(still, torch.device("cpu"), 0)
+    assert dice.observation_std.tolist() == pytest.approx([1, 1, 0], abs=1e-4)
+
+
 # -- small problems with known answers ---------------------------------------------------------------------------------
 
 

@@ -24,6 +24,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax, softplus
@@ -119,9 +120,9 @@ class COptiDICE(nn.Module):
         self.nu, self.chi = (StackedMLP(2, sizes, "relu") for _ in range(2))
         self.actor = SquashedGaussian(s, a, config.width, config.log_std)
         self.raw_lambda, self.raw_tau = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
-        self.register_buffer("action_std", torch.ones(a))  # these two are set from the data, see make_sampler
+        self.register_buffer("action_std", torch.ones(a))  # these three are set from the data, see make_sampler
         self.register_buffer("initial_share", torch.tensor(1 / spec.horizon))
-        self.register_buffer("observation_std", torch.tensor(spec.observation_std) / self.standardize.std)
+        self.register_buffer("observation_std", torch.ones(s))
         self.observation_std: Tensor  # of what the networks see
         self.threshold = float(discounted_limit(config.cost_limit, spec.horizon, config.discount))
         if self.correct:
@@ -145,6 +146,8 @@ class COptiDICE(nn.Module):
 
     def make_sampler(self, data: Trajectories, device: torch.device, seed: int) -> DICESampler:
         self.action_std.copy_(torch.from_numpy(data.actions.std(0)))
+        self.observation_std.copy_(torch.from_numpy(data.observations.std(0, dtype=np.float64)))
+        self.observation_std /= self.standardize.std  # a column that is nearly constant stays so
         self.initial_share.fill_(len(data) / data.steps)
         return DICESampler(data, self.config.batch_size, device=device, seed=seed)
 
