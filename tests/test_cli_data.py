@@ -112,6 +112,19 @@ def test_split(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["data", "split", str(small), str(train), str(train)]) == 1
     assert "name two" in capsys.readouterr().err
     assert main(["data", "split", str(small), str(train), str(rest), "--share", "1.5"]) == 1
+    before = small.read_bytes()
+    for wrong, told in (
+        ([small, small, rest], "by a part of itself"),
+        ([small, train, small], "by a part of itself"),
+        ([small, tmp_path / "new.hdf5", tmp_path / "new.txt"], "does not say what to write"),
+        ([small, train, rest, "--seed", "-1"], "at least 0"),
+        ([small, train, rest, "--cost-key", "hazard"], "hazard"),
+    ):
+        capsys.readouterr()
+        assert main(["data", "split", *map(str, wrong)]) == 1
+        assert told in capsys.readouterr().err
+    assert small.read_bytes() == before
+    assert not (tmp_path / "new.hdf5").exists()
 
 
 def test_validate(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

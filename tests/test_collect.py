@@ -472,6 +472,12 @@ class Negative(Target):
         return (*rest, {"cost": -1.0})  # type: ignore[return-value]
 
 
+class Unclear(Target):
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        *rest, _ = super().step(action)
+        return (*rest, {"cost": float("nan")})  # type: ignore[return-value]
+
+
 class Costless(Target):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         *rest, _ = super().step(action)
@@ -485,7 +491,12 @@ class Broken(Target):
 
 @pytest.mark.parametrize(
     ("env", "match"),
-    [(Negative, "costs must not be negative"), (Costless, "gives no cost"), (Broken, "valve is stuck")],
+    [
+        (Negative, "costs must not be negative"),
+        (Unclear, "not finite"),
+        (Costless, "gives no cost"),
+        (Broken, "valve is stuck"),
+    ],
 )
 def test_a_broken_environment_is_told_in_a_sentence(env: Any, match: str, tmp_path: Path) -> None:
     task = Task(name="Bad", env_factory=partial(env), horizon=20, cost_max=5.0)
@@ -500,6 +511,11 @@ def test_a_broken_environment_is_told_in_a_sentence(env: Any, match: str, tmp_pa
         (["--task", "BallRun", "--env", "a:b"], "either --task"),
         (["--task", "BallRum"], "did you mean 'BallRun'"),
         (["--task", "BallRun", "--horizon", "5"], "--horizon is for --env"),
+        (["--task", "BallRun", "--workers", "-1"], "there cannot be -1 workers"),
+        (["--task", "BallRun", "--seed", "-1"], "a seed is a number of at least 0"),
+        (["--task", "BallRun", "--limits", "5"], "--limits are those of --policy"),
+        (["--task", "BallRun", "--policy", "a:b", "--runs", "2"], "--policy trains nothing"),
+        (["--env", "a:b", "--horizon", "0"], "at least one step"),
         (["--task", "BallRun", "--runs", "0"], "at least one run"),
         (["--task", "BallRun", "--steps", "0"], "at least one step"),
         (["--task", "BallRun", "--trajectories", "0"], "at least one trajectory"),

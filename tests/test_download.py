@@ -523,7 +523,7 @@ def test_caches_are_searched_in_order(tmp_path: Path, monkeypatch: pytest.Monkey
     assert find_cached(task) is None
     for folder in folders:  # each goes before those already there
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / NAME).write_bytes(b"")
+        (folder / NAME).write_bytes(CONTENT)
         assert find_cached(task) == folder / NAME
     assert download(task) == folders[3] / NAME  # found, so nothing is fetched
     assert cache_dir() == folders[3]
@@ -575,10 +575,31 @@ def test_the_command_tries_all_and_tells_failure(
 
 
 @pytest.mark.usefixtures("two_tasks")
-def test_the_command_refuses_what_makes_no_sense() -> None:
+def test_half_a_file_is_neither_taken_nor_recorded(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    half = folder / "a.hdf5"
+    half.write_bytes(CONTENT[:300_000])  # as another program may have left it
+    for verify in (False, True):
+        assert command(("DownA",), verify=verify) == 1
+        assert "delete it, and download it again" in capsys.readouterr().err
+    half.unlink()
+    assert command(("DownA",), verify=True) == 0
+    assert half.read_bytes() == CONTENT
+
+
+def test_a_file_in_a_folder_is_found_where_it_was_put(server: Server, folder: Path) -> None:
+    task = Task("Inner", data_file="inner/a.hdf5", data_urls=(f"{server.url}/a.hdf5",))
+    assert download(task) == folder / "inner/a.hdf5" == find_cached(task)
+
+
+@pytest.mark.usefixtures("two_tasks")
+def test_the_command_refuses_what_makes_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(QptError, match="name at least one task"):
         command(())
     with pytest.raises(QptError, match="one file"):
         command(("DownA", "DownB"), url="http://host/a.hdf5")
+    with monkeypatch.context() as patch, pytest.raises(QptError, match="QPT_DATA_URL names one file"):
+        patch.setenv("QPT_DATA_URL", "http://host/a.hdf5")
+        command(("DownA", "DownB"))
     with pytest.raises(QptError, match="no task"):
         command(("Dwon",))

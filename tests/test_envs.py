@@ -370,6 +370,9 @@ def test_own_environment(six: bool) -> None:
     assert all(type(r[4]["cost"]) is float and r[4]["cost"] == 0.5 and type(r[1]) is float for r in results)
     assert results[0][0].dtype == np.float32
     assert wrap_env(env) is env
+    assert wrap_env(env, 3) is env
+    assert env.horizon == 3
+    assert len(episode(env, 0, steps=10)) == len(env.reset(seed=0)[0]) * 4 + 3 * 4
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import resource
 import signal
 import subprocess
 import sys
+import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +160,37 @@ def test_surrogates_are_labelled(tmp_path: Path) -> None:
         assert found.info["note"] == (note.decode() if isinstance(note, bytes) else note)
         for name in ("b.hdf5", "b.npz"):
             assert read(write(found, tmp_path / name)).is_surrogate is expected
+
+
+@pytest.mark.parametrize("ending", ["hdf5", "npz"])
+def test_notes_of_many_episodes_are_kept(ending: str, tmp_path: Path) -> None:
+    data, many = tiny_data(), list(range(100_000))  # far more than 64 KiB, and than a MiB of text
+    notes = {"note": "a surrogate", "surrogate": True, "env_seed": many, "mean_action": [True] * len(many)}
+    found = read(write(replace(data, info=notes), tmp_path / f"a.{ending}"))
+    assert found.is_surrogate
+    assert {name: found.info[name] for name in notes} == notes
+
+
+def test_notes_as_npz_had_them_before_are_read(tmp_path: Path) -> None:
+    path = write(tiny_data(), tmp_path / "a.npz")
+    with np.load(path) as file:
+        columns = dict(file)
+    columns["info"] = np.array(json.dumps({"note": "a surrogate"}))
+    np.savez(path, **columns)
+    assert read(path).is_surrogate
+
+
+def test_one_large_chunk_is_unpacked_and_a_false_one_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qpt.data.files.max", lambda *_: 1000, raising=False)  # every chunk could unpack to more
+    columns = arrays((500, 300, 400))
+    path = save(tmp_path / "a.hdf5", columns, chunks=True, compression="gzip", shuffle=True)
+    assert len(read(path)) == 3
+    with h5py.File(path, "a") as file:
+        del file["costs"]
+        costs = file.create_dataset("costs", (1200,), "f4", chunks=(1200,), compression="gzip")
+        costs.id.write_direct_chunk((0,), zlib.compress(bytes(10**7)))
+    with pytest.raises(QptError, match="unpacks to more than it may hold"):
+        read(path)
 
 
 # -- defects -----------------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.helpers import tiny_data
 
+from helpers import tiny_data
 from qpt import QptError
 from qpt.algorithms.base import Spec, algorithm_classes
 from qpt.certify import CalibratedPolicy

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.helpers import tiny_data
 
+from helpers import tiny_data
 from qpt import QptError
 from qpt.algorithms.base import algorithm_classes
 from qpt.cli import main

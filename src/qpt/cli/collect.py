@@ -25,7 +25,7 @@ from qpt.collect.filter import coverage
 from qpt.collect.schedules import Plan, plans
 from qpt.data import write
 from qpt.errors import QptError
-from qpt.tasks import Task, get_task
+from qpt.tasks import Task, dsrl_tasks, get_task
 
 
 def collect_command(
@@ -79,6 +79,10 @@ def collect_command(
         raise QptError(f"a data set is written as .hdf5 or .npz, not as {out.name!r}; change the ending of --out")
     if out.exists() and not overwrite:
         raise QptError(f"{out} exists; give another --out, or --overwrite to replace it")
+    if limits and policy is None:
+        raise QptError("--limits are those of --policy; leave them out, or name a policy to record")
+    if policy is not None and any(given is not None for given in (runs, steps, schedule)):
+        raise QptError("--policy trains nothing; leave out --runs, --steps and --schedule")
     if task is not None and horizon is not None:
         raise QptError(f"the horizon of {task} is part of the task; --horizon is for --env")
     if "" not in sys.path:
@@ -116,8 +120,8 @@ def collect_command(
 
 def _summary(result: Collected, task: Task, out: Path, seconds: float) -> str:
     data, known = result.trajectories, ""
-    if task.suite != "custom":
-        known = f" (DSRL: {task.reward_min:.1f} to {task.reward_max:.1f})"
+    if task.reward_min is not None and task.reward_max is not None:
+        known = f" ({_whose(task)}: {task.reward_min:.1f} to {task.reward_max:.1f})"
     lines = [
         f"wrote {out}: {len(data)} trajectories, {data.steps} steps, chosen from {result.recorded} episodes "
         f"({result.steps} simulator steps, {seconds / 60:.1f} minutes)",
@@ -132,11 +136,16 @@ def _summary(result: Collected, task: Task, out: Path, seconds: float) -> str:
     return "\n".join(lines)
 
 
+def _whose(task: Task) -> str:
+    """Where the range of returns comes from."""
+    return "DSRL" if task.name in dsrl_tasks() else "the task"
+
+
 def draw(result: Collected, task: Task, out: Path, console: Console) -> None:
     """The (cost, return) plane beside the file, with the published data's extremes."""
     from qpt import plotting
 
-    data, whose = result.trajectories, "the task's" if task.suite == "custom" else "DSRL's"
+    data, whose = result.trajectories, f"{_whose(task)}'s"
     try:
         figure = plotting.cost_return_plane(data, task.cost_limits, f"{task.name}: {len(data)} trajectories")
         axes = figure.axes[0]

@@ -16,6 +16,7 @@ from rich.text import Text
 from qpt import plotting
 from qpt.cli.run import Command, run_group
 from qpt.data import Trajectories, load_dataset, write
+from qpt.data.files import check_ending
 from qpt.data.validation import validate as check
 from qpt.errors import QptError
 from qpt.tasks import all_tasks
@@ -91,6 +92,8 @@ def split(
     share: float = 0.1,
     seed: int = 0,
     compact: bool = False,
+    cost_key: str | None = None,
+    action_bound: float = 1.0,
 ) -> None:
     """Put a random share of the episodes into another file, to judge by what was not learned from.
 
@@ -103,10 +106,18 @@ def split(
         share: the share of the episodes that goes into the rest.
         seed: which episodes they are.
         compact: store one final observation an episode instead of next_observations.
+        cost_key: the name of the costs in the source, if it is not "costs" (Minari: "cost" in infos).
+        action_bound: the largest magnitude that an action may have.
     """
     if target.resolve() == rest.resolve():
         raise QptError("both parts would be written to the same file; name two")
-    held, kept = load_dataset(source).split(share, seed)
+    if Path(source).resolve() in (target.resolve(), rest.resolve()):
+        raise QptError(f"{source} would be replaced by a part of itself; name two other files")
+    if seed < 0:
+        raise QptError(f"a seed is a number of at least 0, not {seed}")
+    for path in (target, rest):
+        check_ending(path)
+    held, kept = load_dataset(source, cost_key=cost_key, action_bound=action_bound).split(share, seed)
     for path, part in ((target, kept), (rest, held)):
         write(part, path, compact=compact)
         print(f"{path}: {len(part):,} episodes, {part.steps:,} steps")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -38,8 +39,11 @@ def download(
     chosen = [task for task in all_tasks().values() if task.data_urls] if all_ else [get_task(name) for name in tasks]
     if not chosen:
         raise QptError("name at least one task, or give --all; `qpt tasks` lists them")
-    if url is not None and len(chosen) > 1 and room.is_file_url(url):
-        raise QptError("the address given with --url names one file; give the address of its folder for several tasks")
+    for given, where in ((url, "--url"), (os.environ.get("QPT_DATA_URL"), "QPT_DATA_URL")):
+        if given and len(chosen) > 1 and room.is_file_url(given):
+            raise QptError(
+                f"the address given with {where} names one file; give the address of its folder for several tasks"
+            )
     failed = 0
     for task in chosen:
         try:

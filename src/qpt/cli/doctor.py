@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from qpt.cli.run import run
 from qpt.errors import QptError
@@ -148,7 +149,7 @@ def show(report: dict[str, Any], as_json: bool) -> None:
             console.print(f"{suite}: {', '.join(found)}", highlight=False)
     table = Table("task", "suite", "", "", box=None, pad_edge=False)
     for row in report["tasks"]:
-        table.add_row(row["task"], row["suite"], "[green]ok[/]" if row["ok"] else "[red]FAILS[/]", row["detail"])
+        table.add_row(row["task"], row["suite"], "[green]ok[/]" if row["ok"] else "[red]FAILS[/]", Text(row["detail"]))
     console.print(table)
     good = sum(row["ok"] for row in report["tasks"])
     console.print(f"{good} of {len(report['tasks'])} tasks run ({report['seconds']} s)")

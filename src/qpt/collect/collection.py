@@ -69,6 +69,7 @@ def collect(
     """
     cap = check_cap(task, cost_cap)
     wanted = check_wanted(trajectories, task)
+    check_numbers(seed, workers)
     todo = plans(task.name, cap, seed=seed, runs=runs, steps=steps, file=schedule)
     folder = Path(folder)
     plan = {"task": task.name, "horizon": task.horizon, "cap": cap, "plans": [p.to_json() for p in todo]}
@@ -119,6 +120,7 @@ def record_policy(
     from qpt.evaluation import evaluate  # not needed by the worker processes
 
     wanted = check_wanted(trajectories, task)
+    check_numbers(seed, workers)
     limits = tuple(cost_limits) or task.cost_limits
     agent = _policy(policy)
     folder = Path(folder)
@@ -180,6 +182,8 @@ def own_task(reference: str, horizon: int | None, cost_cap: float | None) -> Tas
     """The task of "module:factory", an environment of one's own; its module may lie in the current folder."""
     if "" not in sys.path:
         sys.path.insert(0, "")
+    if horizon is not None and horizon < 1:
+        raise QptError(f"an episode has at least one step; give a larger --horizon than {horizon}")
     factory_from(reference)  # says what is wrong with the text
     factory = partial(_imported, reference)
     task = Task(name=reference.replace(":", "."), env_factory=factory, horizon=horizon, cost_max=cost_cap)
@@ -205,6 +209,13 @@ def check_wanted(trajectories: int | None, task: Task) -> int:
     if wanted < 1:
         raise QptError(f"at least one trajectory must be wanted, not {wanted}")
     return wanted
+
+
+def check_numbers(seed: int, workers: int | None) -> None:
+    if seed < 0:
+        raise QptError(f"a seed is a number of at least 0, not {seed}")
+    if workers is not None and workers < 0:
+        raise QptError(f"there cannot be {workers} workers; give 0 to stay in this process, or leave it out")
 
 
 def provenance(task: Task, command: str) -> dict[str, Any]:

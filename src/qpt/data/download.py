@@ -73,6 +73,7 @@ def verify(path: Path) -> bool:
     with _plain_errors(path):
         digest, known = _sha256(path), _recorded(path)
         if known is None:
+            _check_found(path)
             _record(path, digest)
         elif digest != known:
             raise QptError(
@@ -127,9 +128,11 @@ def download(
     name = _file_name(task)
     at_hand = find_cached(task) if directory is None else Path(directory).expanduser() / name
     if at_hand is not None and at_hand.is_file():
+        if _recorded(at_hand) is None:  # it did not come by us, or not whole
+            _check_found(at_hand)
         return at_hand
     sources = mirrors(task, urls or ())
-    path = (cache_dir() if directory is None else Path(directory).expanduser()) / name
+    path = cache_dir() / str(task.data_file) if directory is None else Path(directory).expanduser() / name
     report: Progress = progress or (lambda *_: None)
     with _plain_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -177,6 +180,14 @@ def _accept(part: Path, path: Path) -> None:
     note_of(part).unlink(missing_ok=True)
     if known is None:
         _record(path, digest)
+
+
+def _check_found(path: Path) -> None:
+    try:
+        _check_content(path)
+    except Refused as refusal:
+        told = str(refusal).removeprefix("what came is not a sound data file: ")
+        raise QptError(f"{path} is not a sound data file ({told}); delete it, and download it again") from refusal
 
 
 def _check_content(part: Path) -> None:

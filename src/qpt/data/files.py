@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     import h5py  # imported only where an HDF5 file is read or written: npz does without
 
 _ATTRIBUTE_BYTES = 2**20
+_INFO_BYTES = 2**26  # of an npz: lists with an entry for every episode are among it
 
 
 def read(
@@ -79,14 +81,19 @@ def look(path: str | Path, *, cost_key: str | None = None, max_bytes: int | None
                 _attributes(file)
 
 
+def check_ending(path: Path) -> None:
+    """Refuse a name that does not say what to write."""
+    if path.suffix.lower() not in (".hdf5", ".h5", ".npz"):
+        raise QptError(f"{path.name} does not say what to write; give a name that ends in .hdf5 or .npz")
+
+
 def write(trajectories: Trajectories, path: str | Path, compact: bool = False) -> Path:
     """Write HDF5 in DSRL's layout, or npz where the name ends so; an old file is replaced as a whole or not at all.
 
     The compact form stores the final observation of each episode instead of next_observations, about half the size.
     """
     path = Path(os.path.realpath(path))  # a link stays a link
-    if path.suffix.lower() not in (".hdf5", ".h5", ".npz"):
-        raise QptError(f"{path.name} does not say what to write; give a name that ends in .hdf5 or .npz")
+    check_ending(path)
     columns = {name: getattr(trajectories, name) for name in (*KEYS, "timeouts")}
     if compact:
         columns["final_observations"] = trajectories.final_observations
@@ -223,8 +230,21 @@ def _check_chunks(name: str, dataset: h5py.Dataset, file_size: int, limit: int) 
             raise QptError(f"{name} has a part that lies beyond the end of the file; the file is cut short or damaged")
 
     dataset.id.chunk_iter(look)
-    if dataset.compression == "gzip":
-        check_size(f"a chunk of {name}, unpacked,", largest * 1032, file_size, max(limit, 2**30))
+    if dataset.compression == "gzip" and largest * 1032 > max(limit, 2**30):  # it may unpack to more than it says
+        _check_unpacked(name, dataset)
+
+
+def _check_unpacked(name: str, dataset: h5py.Dataset) -> None:
+    """Unpack every chunk piece by piece, and count."""
+    room = math.prod(dataset.chunks) * dataset.dtype.itemsize
+    for index in range(dataset.id.get_num_chunks()):
+        mask, packed = dataset.id.read_direct_chunk(dataset.id.get_chunk_info(index).chunk_offset)
+        inflater, left, size = zlib.decompressobj(), packed, 0
+        while left and not mask and not inflater.eof:
+            size += len(inflater.decompress(left, 2**20))
+            left = inflater.unconsumed_tail
+            if size > room:
+                raise QptError(f"a chunk of {name} unpacks to more than it may hold; the file is damaged")
 
 
 def _attributes(file: h5py.File) -> dict[str, Any]:
@@ -244,16 +264,18 @@ def _attributes(file: h5py.File) -> dict[str, Any]:
 
 
 def _hdf5_bytes(columns: Mapping[str, npt.NDArray[Any]], info: Mapping[str, Any]) -> bytes:
+    stored = {name: plain for name, value in info.items() if (plain := _storable(value)) is not None}
+    # The oldest layout has room for attributes of 64 KiB; lists with an entry for every episode may be longer.
+    long = any(getattr(plain, "nbytes", 0) >= 60_000 for plain in stored.values())
+    memory = {"driver": "core", "backing_store": False, "block_size": 2**22, "libver": "latest" if long else None}
     # Made in memory: libhdf5 does not survive a full disk well, and the rename needs all bytes first anyway.
-    with require("h5py").File("memory", "w", driver="core", backing_store=False, block_size=2**22) as file:
+    with require("h5py").File("memory", "w", **memory) as file:
         for name, values in columns.items():
             width = int(np.prod(values.shape[1:])) or 1
             chunk = (min(len(values), max(1, 2**17 // width)), *values.shape[1:])
             file.create_dataset(name, data=values, chunks=chunk, compression="gzip", compression_opts=4, shuffle=True)
-        for name, value in info.items():
-            plain = _storable(value)
-            if plain is not None:
-                file.attrs[name] = plain
+        for name, plain in stored.items():
+            file.attrs[name] = plain
         file.flush()
         image: bytes = file.id.get_file_image()
     return image
@@ -266,7 +288,7 @@ def _storable(value: Any) -> Any:
             array = np.array([item.encode() if isinstance(item, str) else item for item in plain])
         except ValueError:  # ragged
             return None
-        return array if array.dtype.kind in "fiubS" and array.nbytes < 60_000 else None  # HDF5 allows 64 KiB
+        return array if array.dtype.kind in "fiubS" and array.nbytes <= _ATTRIBUTE_BYTES else None
     return plain
 
 
@@ -285,9 +307,14 @@ def _npz_columns(path: Path, limit: int, cost_key: str | None) -> tuple[dict[str
         check_size("the data", total, path.stat().st_size, limit)
         arrays = {name: _npy(archive, member, name) for name, member in wanted.items()}
         info: Any = {}
-        if "info" in members and members["info"].file_size <= _ATTRIBUTE_BYTES:
+        if "info" in members:
+            if members["info"].file_size > _INFO_BYTES:
+                raise QptError("its notes (info) are absurdly large; the file is damaged")
             text = np.lib.format.read_array(io.BytesIO(archive.read(members["info"])), allow_pickle=False)
-            info = json.loads(str(text)) if text.dtype.kind == "U" and text.ndim == 0 else {}
+            if text.dtype == np.uint8 and text.ndim == 1:
+                info = json.loads(text.tobytes())
+            elif text.dtype.kind == "U" and text.ndim == 0:  # as written before
+                info = json.loads(str(text))
     return arrays, labelled({clean(k): plain_value(v) for k, v in info.items()} if isinstance(info, dict) else {})
 
 
@@ -308,7 +335,7 @@ def _npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str) -> npt.ND
 def _npz_bytes(columns: Mapping[str, npt.NDArray[Any]], info: Mapping[str, Any]) -> bytes:
     buffer = io.BytesIO()
     plain = {key: value for key, value in ((k, plain_value(v)) for k, v in info.items()) if value is not None}
-    members: dict[str, Any] = {**columns, "info": np.array(json.dumps(plain))}
+    members: dict[str, Any] = {**columns, "info": np.frombuffer(json.dumps(plain).encode(), np.uint8)}
     np.savez_compressed(buffer, **members)
     return buffer.getvalue()
 

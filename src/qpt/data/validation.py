@@ -43,6 +43,7 @@ def _ask(what: str, path: str | Path, timeout: float, max_bytes: int | None, opt
     from qpt.data.checks import default_max_bytes
 
     limit = default_max_bytes() if max_bytes is None else max_bytes
+    paths = [*filter(None, [os.environ.get("PYTHONPATH")]), *(entry or str(Path.cwd()) for entry in sys.path)]
     order = {"what": what, "path": str(path), "max_bytes": limit, **options}
     try:
         child = subprocess.run(
@@ -51,7 +52,13 @@ def _ask(what: str, path: str | Path, timeout: float, max_bytes: int | None, opt
             capture_output=True,
             timeout=timeout,
             check=False,
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},  # threads map memory too
+            # Modules are found as here, and threads would map memory too.
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "OPENBLAS_NUM_THREADS": "1",
+                "OMP_NUM_THREADS": "1",
+            },
         )
     except subprocess.TimeoutExpired:
         return f"{path}: reading it takes more than {timeout:.0f} seconds; the file is damaged or too large"
@@ -61,8 +68,11 @@ def _ask(what: str, path: str | Path, timeout: float, max_bytes: int | None, opt
         if line.startswith(_ANSWER):
             answer: str | None = json.loads(line.removeprefix(_ANSWER))
             return answer
-    how = f"signal {-child.returncode}" if child.returncode < 0 else f"exit code {child.returncode}"
-    return f"{path}: reading it crashes the HDF5 library ({how}); the file is damaged, copy or download it again"
+    if child.returncode < 0:
+        how = f"signal {-child.returncode}"
+        return f"{path}: reading it crashes the HDF5 library ({how}); the file is damaged, copy or download it again"
+    said = child.stderr.decode("utf-8", "replace").strip().splitlines() or [f"exit code {child.returncode}"]
+    return f"{path}: it cannot be checked, because the process that should read it failed ({said[-1]})"
 
 
 def _child(what: str, path: str, max_bytes: int, **options: Any) -> str | None:

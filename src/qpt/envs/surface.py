@@ -66,6 +66,11 @@ class SafeEnv(gymnasium.Env[Array, Array]):
         self._running = False
         self._closed = False
 
+    def limit_to(self, horizon: int) -> None:
+        """Cut episodes off after so many steps, if they would go on for longer."""
+        self._last = min(self._last, horizon)
+        self.horizon = int(self._last)
+
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Array, dict[str, Any]]:
         """Begin an episode. The same seed gives the same episode; without one, the last seed's sequence goes on."""
         del options  # no simulator has any
@@ -142,6 +147,8 @@ def wrap_env(env: Any, horizon: int | None = None, *, name: str | None = None) -
     `env` is any Gymnasium environment with `info["cost"]`, or one whose step gives Safety-Gymnasium's six values.
     """
     if isinstance(env, SafeEnv):
+        if horizon is not None:
+            env.limit_to(horizon)
         return env
     name = name or type(getattr(env, "unwrapped", env)).__name__
     observations, actions = getattr(env, "observation_space", None), getattr(env, "action_space", None)
