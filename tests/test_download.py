@@ -579,8 +579,8 @@ def test_half_a_file_is_neither_taken_nor_recorded(folder: Path, capsys: pytest.
     folder.mkdir(parents=True, exist_ok=True)
     half = folder / "a.hdf5"
     half.write_bytes(CONTENT[:300_000])  # as another program may have left it
-    for verify in (False, True):
-        assert command(("DownA",), verify=verify) == 1
+    for checked in (False, True):
+        assert command(("DownA",), verify=checked) == 1
         assert "delete it, and download it again" in capsys.readouterr().err
     half.unlink()
     assert command(("DownA",), verify=True) == 0
@@ -598,8 +598,8 @@ def test_the_command_refuses_what_makes_no_sense(monkeypatch: pytest.MonkeyPatch
         command(())
     with pytest.raises(QptError, match="one file"):
         command(("DownA", "DownB"), url="http://host/a.hdf5")
-    with monkeypatch.context() as patch, pytest.raises(QptError, match="QPT_DATA_URL names one file"):
-        patch.setenv("QPT_DATA_URL", "http://host/a.hdf5")
-        command(("DownA", "DownB"))
     with pytest.raises(QptError, match="no task"):
         command(("Dwon",))
+    monkeypatch.setenv("QPT_DATA_URL", "http://host/a.hdf5")
+    with pytest.raises(QptError, match="QPT_DATA_URL names one file"):
+        command(("DownA", "DownB"))

@@ -36,7 +36,7 @@ class Calibration:
 @torch.no_grad()
 def calibrate(method: QPT, episodes: Episodes) -> Calibration:
     """Ask the target critics about the first step of each recorded episode."""
-    _check(method)
+    check(method)
     data = episodes.trajectories
     if data is None:
         raise QptError("the episodes hold no trajectories; evaluate with record=True")
@@ -92,7 +92,7 @@ def held_out(method: QPT, data: Trajectories) -> HeldOut:
 
     On episodes that the critics have not learned from this is what they err by where the policy will go.
     """
-    _check(method)
+    check(method)
     c, device = method.config, method.step.device
     if c.bootstrap != "expectile":
         raise QptError('held-out episodes say nothing about critics of the policy; bootstrap must be "expectile"')
@@ -122,7 +122,8 @@ def held_out(method: QPT, data: Trajectories) -> HeldOut:
     return HeldOut(np.concatenate(predicted), np.concatenate(excess))
 
 
-def _check(method: QPT) -> None:
+def check(method: QPT) -> None:
+    """Refuse a policy without critics."""
     if not isinstance(method, QPT) or not method.uses_critics:
         raise QptError("only a QPT policy with critics can be calibrated; this one has none")
 

@@ -94,7 +94,7 @@ def certify(
     while verdict == "undecided" and len(costs) < max_episodes:
         many = min(batch, max_episodes - len(costs))
         costs += run_costs(policy, task, given, many, _seed(seed, 1, len(sequence)), workers).tolist()
-        violated = np.array(costs) > limit
+        violated = ~(np.array(costs) <= limit)  # what is not a number is no proof
         verdict, decided = decide(violated, risk, confidence)
         for n in (decided, len(costs)):  # bounds hold at all times at once, so the best of each does
             now = bounds(int(violated[:n].sum()), n, confidence)
@@ -139,7 +139,7 @@ def run_costs(policy: EpisodePolicy, task: Task, given: float, episodes: int, se
 def check_statement(limit: float, risk: float, confidence: float) -> None:
     if not (math.isfinite(limit) and limit >= 0):
         raise QptError(f"a cost limit is a finite number of at least 0, not {limit:g}")
-    if not 0 < risk < 1:
+    if not 0 < risk < 1 or 1 - risk == 1:
         raise QptError(f"the risk is a probability above 0 and below 1, not {risk:g}")
     if not 0.5 <= confidence < 1:
         raise QptError(f"the confidence lies between 0.5 and 1, not at {confidence:g}")
@@ -192,7 +192,7 @@ def binomial_p_value(violations: int, n: int, risk: float) -> float:
 
 def default_grid(limit: float) -> tuple[float, ...]:
     """Tenths of the limit."""
-    return tuple(limit * k / 10 for k in range(1, 11)) if limit > 0 else (0.0,)
+    return (*(limit * k / 10 for k in range(1, 10)), limit) if limit > 0 else (0.0,)
 
 
 def calibrate_limit(
@@ -226,11 +226,13 @@ def calibrate_limit(
         )
     if binomial_p_value(0, episodes, risk) > 1 - confidence:
         need = math.ceil(math.log1p(-confidence) / math.log1p(-risk))
+        need += binomial_p_value(0, need, risk) > 1 - confidence  # rounded down
         raise QptError(f"{episodes} episodes a limit can never show a risk of {risk:g}; take at least {need}")
     tested: list[tuple[float, int, float]] = []
     chosen = None
     for number, step in enumerate(steps):
-        violations = int((run_costs(policy, task, step, episodes, _seed(seed, 2, number), workers) > limit).sum())
+        costs = run_costs(policy, task, step, episodes, _seed(seed, 2, number), workers)
+        violations = int((~(costs <= limit)).sum())
         p_value = binomial_p_value(violations, episodes, risk)
         tested.append((step, violations, p_value))
         if show is not None:
@@ -315,5 +317,7 @@ def calibrated(policy: Any, path: str | Path | None = None, *, task: str | None 
     name = task or policy.task
     entries = [entry for entry in _read(folder) if entry["task"] == name]
     if not entries:
-        raise QptError(f"{folder} has no calibration for {name}; run: qpt certify --calibrate --checkpoint {folder}")
+        raise QptError(
+            f"{folder} has no calibration for {name}; run: qpt certify --calibrate --checkpoint {folder} --limit LIMIT"
+        )
     return CalibratedPolicy(policy, {entry["limit"]: entry["internal_limit"] for entry in entries})

@@ -6,6 +6,7 @@ import csv
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
@@ -67,6 +68,12 @@ class Episodes:
 
     def summary(self, confidence: float = 0.95) -> list[dict[str, Any]]:
         """One line for each task, algorithm, checkpoint and limit: means with intervals, and P(safe)."""
+
+        def interval(values: Any) -> stats.Interval:
+            if len(values) < stats.FEWEST:
+                return math.nan, math.nan
+            return stats.bootstrap_mean_interval(values, confidence)
+
         keys = list(zip(self.task, self.algorithm, self.checkpoint, self.cost_limit, strict=True))
         lines = []
         for key in dict.fromkeys(keys):
@@ -81,13 +88,13 @@ class Episodes:
                     "cost_limit": limit,
                     "episodes": len(part),
                     "return": float(part.returns.mean()),
-                    "return_interval": stats.bootstrap_mean_interval(part.returns, confidence),
+                    "return_interval": interval(part.returns),
                     "cost": float(part.costs.mean()),
-                    "cost_interval": stats.bootstrap_mean_interval(part.costs, confidence),
+                    "cost_interval": interval(part.costs),
                     "normalized_return": float(part.normalized_return.mean()),
-                    "normalized_return_interval": stats.bootstrap_mean_interval(part.normalized_return, confidence),
+                    "normalized_return_interval": interval(part.normalized_return),
                     "normalized_cost": float(part.normalized_cost.mean()),
-                    "normalized_cost_interval": stats.bootstrap_mean_interval(part.normalized_cost, confidence),
+                    "normalized_cost_interval": interval(part.normalized_cost),
                     "within_limit": within / len(part),
                     "within_limit_interval": stats.wilson_interval(within, len(part), confidence),
                     "cost_cvar": stats.cvar(part.costs, 0.1),

@@ -113,7 +113,7 @@ class Policy:
         if trained is not None and not np.allclose(limits, trained):
             raise QptError(
                 f"this policy was trained for a cost limit of {trained:g} and cannot take another; "
-                f"train one for {limits[0]:g}"
+                f"train one for {limits[~np.isclose(limits, trained)][0]:g}"
             )
         self._limits[rows] = limits
         for row, limit in zip(rows, limits, strict=True):

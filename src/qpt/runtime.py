@@ -138,6 +138,9 @@ class OnnxPolicy:
             self._targets[rows], self._fixed[rows] = np.asarray(return_targets, float), True
         if cost_limits is None and not self._limited[rows].any():
             cost_limits = self.trained_limit
+            if cost_limits is None and self.table is not None:
+                known = ", ".join(f"{stated:g}" for stated in sorted(self.table))
+                raise QptError(f"give a limit that was calibrated: cost_limits={known}")
         if cost_limits is not None:
             self.set_cost_limit(cost_limits, rows)
 
@@ -151,7 +154,7 @@ class OnnxPolicy:
         if trained is not None and not np.allclose(limits, trained):
             raise QptError(
                 f"this policy was trained for a cost limit of {trained:g} and cannot take another; "
-                f"train one for {limits[0]:g}"
+                f"train one for {limits[~np.isclose(limits, trained)][0]:g}"
             )
         if self.table is not None:
             limits = np.array([self.internal_limit(limit) for limit in limits])

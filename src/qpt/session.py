@@ -84,6 +84,14 @@ class TrainConfig:
     progress: bool = True
     """Show a progress bar."""
 
+    def __post_init__(self) -> None:
+        for name, least in (("keep", 1), ("log_every", 1), ("checkpoint_every", 1), ("eval_every", 0), ("seed", 0)):
+            if getattr(self, name) < least:
+                flag = f"--{name.replace('_', '-')}"
+                raise QptError(f"{flag} is a whole number of at least {least}, not {getattr(self, name)}")
+        if any(seed < 0 for seed in self.seeds):
+            raise QptError("--seeds are whole numbers of at least 0")
+
 
 class Session:
     """A run that can be taken further at any time.

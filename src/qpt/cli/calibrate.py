@@ -53,10 +53,13 @@ def calibrate(
         held_out: Logged episodes that were kept out of training (see `qpt data split`).
         level: Share of held-out steps that shall not cost more than the test says.
     """
+    if not limits:
+        raise QptError("give at least one cost limit with --limits")
     if held_out is not None:
         return _held_out(checkpoint, held_out, limits, level, out)
     check_files(out, None, (".csv", ".png", ".svg", ".pdf"))
     policy = load_policy(checkpoint)
+    calibration.check(policy.method)  # type: ignore[arg-type]
     name = task or policy.task
     if name is None:
         raise QptError("the checkpoint names no task; give one with --task")

@@ -18,7 +18,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from qpt import plotting
+from qpt import plotting, stats
 from qpt.cli.run import run
 from qpt.data import Trajectories, load_dataset
 from qpt.envs import make_env
@@ -101,7 +101,8 @@ def evaluate_command(
         raise QptError("give the task to evaluate in with --task; `qpt tasks` lists them")
     facts = get_task(task)
     chosen = chosen if chosen is not None else named_policy(str(policy), facts)
-    wanted = facts.cost_limits if limits is None else limits
+    own = getattr(chosen, "trained_limit", None) if chosen.limit_mode == "trained" else None
+    wanted = limits if limits is not None else facts.cost_limits if own is None else (float(own),)
     logged = None if picture is None else _logged(data, checkpoint)  # before the long part, should it not be found
     results = evaluate(
         chosen,
@@ -122,15 +123,13 @@ def evaluate_command(
         importlib.import_module("qpt.data").write(results.trajectories, record)
     console = Console() if sys.stdout.isatty() else Console(width=120)  # a pipe has no width of its own
     console.print(table(results, console.width))
-    home, trained = getattr(chosen, "task", None), getattr(chosen, "trained_limit", None)
+    home = getattr(chosen, "task", None)
     if home and home != facts.name:
         console.print(f"The policy was trained for {home}, not for {facts.name}.")
     if results.provenance.get("surrogate_data"):
         console.print("The policy was trained on surrogate data, not on the published data of its task.")
-    if chosen.limit_mode == "trained" and trained is not None:
-        console.print(
-            f"The policy was trained for the limit {trained:g}: other limits change its score, not its behaviour."
-        )
+    if own is not None:
+        console.print(f"The policy was trained for the limit {own:g} and takes no other.")
     if picture is not None and logged is not None:
         plotting.save(plane(results, logged), picture)
     for path in (out, record, picture):
@@ -169,9 +168,8 @@ def table(results: Episodes, width: int = 120) -> Table:
         grid.add_column(name, justify="right", overflow="fold")
     grid.add_column("")
     for line in lines:
-        low, high = line["cost_interval"]
         limit = line["cost_limit"]
-        verdict = "safe" if high <= limit else "unsafe" if low > limit else "unclear"
+        verdict = stats.verdict(line["cost_interval"], limit)
         normalized = (_with_interval(line, "normalized_return", 3), _with_interval(line, "normalized_cost", 2))
         grid.add_row(
             f"{limit:g}",
@@ -215,7 +213,9 @@ def _logged(source: str | None, checkpoint: Path | None) -> Trajectories:
 
 def _with_interval(line: dict[str, Any], key: str, digits: int) -> str:
     mean, low, high = (f"{value:z.{digits}f}" for value in (line[key], *line[f"{key}_interval"]))  # z: no -0.0
-    return "–" if math.isnan(line[key]) else f"{mean}\n\\[{low}, {high}]"
+    if math.isnan(line[key]):
+        return "–"
+    return mean if math.isnan(line[f"{key}_interval"][0]) else f"{mean}\n\\[{low}, {high}]"
 
 
 def _check_files(out: Path | None, record: Path | None, picture: Path | None, folder: Path | None) -> None:

@@ -45,8 +45,8 @@ def main(args: Sequence[str]) -> int:
     file = _peek(args, "--config")
     values = _read(Path(file)) if file else {}
     # These two decide which flags there are, so they are looked up before the others are read.
-    algorithm = _peek(args, "--algorithm") or str(values.pop("algorithm", "qpt"))
-    preset = _peek(args, "--preset") or str(values.pop("preset", "default"))
+    named = [str(values.pop(name, usual)) for name, usual in (("algorithm", "qpt"), ("preset", "default"))]
+    algorithm, preset = _peek(args, "--algorithm") or named[0], _peek(args, "--preset") or named[1]
     task = _peek(args, "--task") or values.get("task")
     run = _RunFlags(algorithm=algorithm)
     method = preset_config(algorithm, preset, get_task(task) if isinstance(task, str) else None)

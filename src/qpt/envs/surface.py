@@ -111,7 +111,12 @@ class SafeEnv(gymnasium.Env[Array, Array]):
                 cost = info["cost"]
             except KeyError:
                 raise QptError(f'{self.name} gives no cost; put one into info["cost"] at every step') from None
-        info["cost"] = float(cost)
+        info["cost"] = cost = float(cost)
+        if not math.isfinite(cost + reward):
+            raise QptError(
+                f"{self.name} gave a reward of {reward} and a cost of {cost} at step {self._steps}; mend it: what is "
+                "not a number would count as no cost"
+            )
         self._steps += 1
         terminated = bool(terminated)
         truncated = not terminated and (bool(truncated) or self._steps >= self._last)

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qpt.data import find
+from qpt.data import find, load_dataset
 from qpt.data.download import find_cached
 from qpt.errors import QptError
 from qpt.experiments.executors import Executor, local_executor
-from qpt.experiments.jobs import Job, is_done, method_config
+from qpt.experiments.jobs import DONE, Job, is_done, method_config, read_json
 from qpt.experiments.live import board
 from qpt.experiments.results import Results, collect_results
 from qpt.tasks import Task, get_task
@@ -44,6 +44,7 @@ def run_jobs(jobs: Sequence[Job], root: str | Path, executor: Executor | None = 
             )
     todo = [job for job in unique.values() if not is_done(job, root)]
     check_data(todo)
+    _check_same_data([job for job in unique.values() if job not in todo], root)
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -52,6 +53,19 @@ def run_jobs(jobs: Sequence[Job], root: str | Path, executor: Executor | None = 
         if todo:
             (executor or local_executor())(todo, root, report)
     return Bench(collect_results(root, jobs), state.failures, tuple(state.incidents), len(unique) - len(todo))
+
+
+def _check_same_data(done: Sequence[Job], root: Path) -> None:
+    """A run that is finished must have been trained on the very file that is named now, not on one called alike."""
+    named = {job.data for job in done if job.data is not None and Path(job.data).is_file()}
+    prints = {data: load_dataset(data, action_bound=None).fingerprint for data in named}
+    for job in done:
+        facts = (read_json(root / job.key / DONE) or {}).get("data") or {}
+        if job.data in prints and facts.get("fingerprint") not in (None, prints[job.data]):
+            raise QptError(
+                f"the finished run {root / job.key} was trained on other data than {job.data}; choose another --out, "
+                "or delete that folder"
+            )
 
 
 def data_files(tasks: Sequence[str], named: Mapping[str, str], folder: Path | None) -> dict[str, str]:

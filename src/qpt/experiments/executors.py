@@ -158,7 +158,7 @@ def _stop(running: list[_Worker]) -> None:
 def _in_this_process(jobs: Sequence[Job], root: Path, report: Report) -> None:
     for job in jobs:
         report(job, "running", "this process")
-        outcome = work(payload(job, root, 0))
+        outcome = _carry_out(job, root, 0)
         if outcome["state"] == "interrupted":
             raise KeyboardInterrupt
         report(job, outcome["state"], outcome["text"])
@@ -263,8 +263,12 @@ def payload(job: Job, root: Path, simulators: int) -> bytes:
 def work(data: bytes, token: str | None = None) -> dict[str, str]:
     """Carry out a job; says what came of it. Only a death leaves nothing said."""
     job, root, simulators, task, method = pickle.loads(data)  # from our own parent, or through the user's cluster
+    _know(job, task, method)
+    return _carry_out(job, root, simulators, token)
+
+
+def _carry_out(job: Job, root: Path, simulators: int, token: str | None = None) -> dict[str, str]:
     try:
-        _know(job, task, method)
         if token is not None and (not (root / TOKEN).exists() or (root / TOKEN).read_text(encoding="utf-8") != token):
             raise QptError(
                 f"a worker of the cluster does not see {root}; choose an --out that all machines share, "

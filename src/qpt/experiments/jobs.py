@@ -132,12 +132,13 @@ def grid(
     `overrides` goes to every job, where a name may begin with a method's (`{"qpt.candidates": 10}`) to be meant for
     that method alone.
     """
+    tasks, algorithms, seeds = (list(dict.fromkeys(x)) for x in (tasks, algorithms, seeds))  # type: ignore[assignment]
     own = {algorithm: _own_overrides(overrides or {}, algorithm) for algorithm in algorithms}
     modes = {algorithm: limit_mode(algorithm, preset, own[algorithm]) for algorithm in algorithms}
     jobs = []
     for seed in seeds:  # first one seed of everything: an early look at the whole table
         for task, algorithm in itertools.product(tasks, algorithms):
-            wanted = tuple(map(float, get_task(task).cost_limits if limits is None else limits))
+            wanted = tuple(dict.fromkeys(map(float, get_task(task).cost_limits if limits is None else limits)))
             job = Job(
                 task=task,
                 data=(data or {}).get(task),

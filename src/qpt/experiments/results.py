@@ -76,7 +76,8 @@ def collect_results(root: str | Path, jobs: Sequence[Job] | None = None) -> Resu
     if jobs is None:
         runs = _apart(_finished(root, notes))
     else:
-        runs = [(job.key, root / job.key, job) for job in jobs if is_done(job, root)]
+        once = {(job.key, job.label): job for job in jobs}
+        runs = [(job.key, root / job.key, job) for job in once.values() if is_done(job, root)]
     parts: list[tuple[str, Job, Episodes]] = []
     sources: dict[str, set[tuple[str, bool]]] = {}  # fingerprint, and whether the data are a surrogate
     for key, folder, job in runs:

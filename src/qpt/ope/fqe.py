@@ -208,6 +208,9 @@ class Fits:
             if np.isinf(low[t, 0]):
                 low[t], high[t] = low[t + 1], high[t + 1]
         low, high = np.where(np.isinf(low), 0.0, low), np.where(np.isinf(high), 0.0, high)
+        step = np.stack([data.rewards, data.costs], 1).astype(np.float64)  # what steps that nobody logged may bring
+        beyond = np.maximum(h - np.maximum(np.arange(h + 1), data.lengths.max()), 0)[:, None]
+        low, high = low + beyond * np.minimum(step.min(0), 0), high + beyond * np.maximum(step.max(0), 0)
         slack = self.config.slack * (high - low)
         low, high = low - slack, high + slack
         low[:, 1] = 0.0
@@ -228,6 +231,10 @@ class Fits:
             if len(rows) >= 3 * features.shape[1] or (low <= 0 and high >= self.horizon):
                 break
             low, high = low - c.block, high + c.block
+        if not len(rows):
+            raise QptError(
+                "a resample of the log holds no step whose successor is known; give more and longer episodes"
+            )
         part, weights = features[rows].double(), counts[rows]
         gram = (part * weights[:, None]).T @ part
         gram.diagonal()[1:] += c.ridge * weights.sum()
@@ -295,20 +302,17 @@ def thin(data: Trajectories, max_steps: int, seed: int) -> Trajectories:
 
 
 def student_quantile(probability: float, freedom: int) -> float:
-    """Student's t quantile, by Simpson's rule on its density and bisection."""
+    """Student's t quantile √ν tan θ: the density of the angle is cos^(ν-1) θ, by Simpson's rule and bisection."""
+    log_scale = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - 0.5 * math.log(math.pi)
 
-    def below(x: float, pieces: int = 400) -> float:
-        log_scale = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - 0.5 * math.log(freedom * math.pi)
-        grid = np.linspace(0.0, x, pieces + 1)
-        density = np.exp(log_scale - (freedom + 1) / 2 * np.log1p(grid**2 / freedom))
+    def below(angle: float, pieces: int = 400) -> float:
+        density = np.cos(np.linspace(0.0, angle, pieces + 1)) ** (freedom - 1)
         weights = np.where(np.arange(pieces + 1) % 2 == 1, 4.0, 2.0)
         weights[[0, -1]] = 1.0
-        return 0.5 + float(density @ weights) * x / pieces / 3
+        return 0.5 + math.exp(log_scale) * float(density @ weights) * angle / pieces / 3
 
-    low, high = 0.0, 1.0
-    while below(high) < probability:
-        high *= 2
+    low, high = 0.0, math.pi / 2
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if below(middle) < probability else (low, middle)
-    return (low + high) / 2
+    return math.sqrt(freedom) * math.tan((low + high) / 2)

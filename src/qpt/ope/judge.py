@@ -159,15 +159,25 @@ def judge(
     judge several policies, prepare it once: `log = Log(data)`. Settings are the fields of FitConfig.
     """
     check(policy, data, limits, confidence)
+    if isinstance(data, Log) and (settings or seed):
+        raise QptError("the settings of a prepared log, its seed among them, are given when it is made: Log(data, ...)")
+    if not isinstance(data, Log):
+        settings.setdefault("horizon", whole_episode(policy, data))
     log = data if isinstance(data, Log) else Log(data, seed=seed, show=show, **settings)
-    if isinstance(data, Log) and settings:
-        raise QptError("the settings of a prepared log are given when it is made: Log(data, ...)")
     parts = tuple(_at_limit(policy, log, float(limit), confidence, show) for limit in limits)
     name = str(getattr(policy, "algorithm", type(policy).__name__))
     sizes = len(log.data), log.data.steps, log.fits.horizon
     checkpoint = str(getattr(policy, "checkpoint", "") or "")
     origin = checksums(policy), log.fingerprint, provenance()
     return Judgement(name, checkpoint, confidence, *sizes, parts, *origin)
+
+
+def whole_episode(policy: Any, data: Trajectories) -> int | None:
+    """The policy's own horizon where the longest logged episodes were cut off before it; else None."""
+    own = getattr(getattr(policy, "spec", None), "horizon", None)
+    longest = data.lengths == data.lengths.max()
+    cut = bool(data.timeouts[data.offsets[1:] - 1][longest].any())
+    return int(own) if own is not None and cut and own > data.lengths.max() else None
 
 
 def _at_limit(policy: Any, log: Log, limit: float, confidence: float, show: Show | None) -> LimitJudgement:
@@ -189,13 +199,19 @@ def _at_limit(policy: Any, log: Log, limit: float, confidence: float, show: Show
         support.outside,
         support.profile,
         support.distance,
-        _warning(support.outside, limit, log.data),
+        _warning(support.outside, limit, log, whole_episode(policy, log.data)),
         tuple((float(r), float(c)) for r, c in values),
     )
 
 
-def _warning(outside: float, limit: float, data: Trajectories) -> str:
-    found = []
+def _warning(outside: float, limit: float, log: Log, horizon: int | None) -> str:
+    found, data = [], log.data
+    if horizon is not None:
+        longest = int(data.lengths.max())
+        how = (
+            "what follows is extrapolated" if log.fits.horizon >= horizon else f"the sums are those of {longest} steps"
+        )
+        found.append(f"the logged episodes are cut off after {longest} steps of {horizon}: {how}")
     if outside > FAR:
         found.append(f"{outside:.0%} of its actions are unlike those logged in similar states")
     costs = data.episode_costs

@@ -14,7 +14,7 @@ from qpt.data.trajectories import Trajectories
 from qpt.episodes import Episodes
 from qpt.errors import QptError
 from qpt.ope.fqe import Show
-from qpt.ope.judge import Judgement, Log, check, judge
+from qpt.ope.judge import Judgement, Log, check, judge, whole_episode
 from qpt.policy import load_policy
 
 
@@ -109,6 +109,8 @@ def select(
     **settings: Any,
 ) -> Selection:
     """Judge every checkpoint of the runs and rank them for one cost limit. Settings are those of Log."""
+    if isinstance(data, Log) and settings:
+        raise QptError("the settings of a prepared log are given when it is made: Log(data, ...)")
     options, policies = candidates(runs), []
     for option in options:  # all of them first, should one not fit the data
         policy = load_policy(option.checkpoint, device=str(data.fits.device) if isinstance(data, Log) else device)
@@ -116,6 +118,9 @@ def select(
         given = limit if own is None else float(own)
         check(policy, data, [given])
         policies.append((option, policy, given))
+    if not isinstance(data, Log):
+        found = [whole_episode(policy, data) for _, policy, _ in policies]
+        settings.setdefault("horizon", max((horizon for horizon in found if horizon), default=None))
     log = data if isinstance(data, Log) else Log(data, device=device, show=show, **settings)
     judged = []
     for number, (option, policy, given) in enumerate(policies):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -40,6 +41,7 @@ class Result:
     normalized_returns: Floats
     fallback: float  # share of decisions; NaN where the policy has none
     whole: bool  # each value is an episode
+    step: int = -1  # of the checkpoint; -1 where that is not said
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,6 +150,10 @@ def collect(paths: Sequence[str | Path], data: Mapping[str, str] | None = None) 
             places += _walk(path, label)
         else:
             raise QptError(f"there is no file or folder {path}; name a run, a results folder or a table of episodes")
+    places = list({place.folder.resolve(): place for place in reversed(places)}.values())[::-1]  # each once
+    own = {table.resolve() for place in places for table in _tables(place.folder)}
+    tables = [(path, label) for path, label in dict(tables).items() if path.resolve() not in own]
+    jobs = {str(place.done["key"]) for place in places if place.done.get("key")}
     results: list[Result] = []
     runs: list[Run] = []
     provenance: list[tuple[str, Mapping[str, Any]]] = []
@@ -168,10 +174,14 @@ def collect(paths: Sequence[str | Path], data: Mapping[str, str] | None = None) 
             for checkpoint, job in zip(episodes.checkpoint.tolist(), _jobs(table, len(episodes)), strict=True)
         ]
         for owner, rows in _places(owners).items():
+            if owner[0] in jobs:  # a benchmark's table beside its runs: these episodes are here already
+                continue
             results += _from_table(episodes.select(rows), run=owner[0], method=label or owner[1])
     if not results and not any(run.metrics for run in runs):
         raise QptError(f"there are no results yet in {', '.join(map(str, paths))}; train or evaluate first")
-    collected = Collected(_without_doubles(results), runs, provenance)
+    notes: list[str] = []
+    collected = Collected(_without_doubles(_of_last_steps(results, notes)), runs, provenance)
+    collected.notes.extend(notes)
     _add_planes(collected, data or {})
     return collected
 
@@ -267,7 +277,8 @@ def _calibration(path: Path) -> Mapping[str, list[float]] | None:
 
 def _from_table(episodes: Episodes, *, run: str, method: str) -> Iterable[Result]:
     selections = np.array([_selection(text) for text in episodes.checkpoint.tolist()])
-    names = (episodes.task, episodes.algorithm, selections, episodes.cost_limit)
+    steps = np.array([_step(text) for text in episodes.checkpoint.tolist()])
+    names = (episodes.task, episodes.algorithm, selections, episodes.cost_limit, steps)
     for key, rows in _places(list(zip(*(column.tolist() for column in names), strict=True))).items():
         part = episodes.select(rows)
         yield Result(
@@ -281,6 +292,7 @@ def _from_table(episodes: Episodes, *, run: str, method: str) -> Iterable[Result
             normalized_returns=part.normalized_return,
             fallback=float(part.fallback_share.mean()),
             whole=True,
+            step=int(key[4]),
         )
 
 
@@ -330,6 +342,26 @@ def _selection(checkpoint: str) -> str:
     if checkpoint in RULES:
         return checkpoint
     return SELECTED if Path(checkpoint).name.startswith("best-") else LAST
+
+
+def _step(checkpoint: str) -> int:
+    """The step in a checkpoint's name; -1 where it says none."""
+    found = re.fullmatch(r"(?:step|best)-(\d+)", Path(checkpoint).name)
+    return int(found[1]) if found else -1
+
+
+def _of_last_steps(results: Sequence[Result], notes: list[str]) -> list[Result]:
+    """Of each run and rule the episodes of the latest checkpoint alone; others are policies of their own."""
+    latest: dict[tuple[str, str, str], int] = {}
+    for r in results:
+        place = (r.task, r.run, r.selection)
+        latest[place] = max(latest.get(place, -1), r.step)
+    earlier = [r for r in results if 0 <= r.step < latest[r.task, r.run, r.selection]]
+    notes += [
+        f"The episodes of step {step:,} of {run} are left out: a later checkpoint was evaluated too."
+        for run, step in sorted({(r.run, r.step) for r in earlier})
+    ]
+    return [r for r in results if r not in earlier]
 
 
 def _run_of(checkpoint: str) -> Path:
