@@ -197,6 +197,30 @@ def test_what_is_done_is_not_done_again(toy: dict[str, str], tmp_path: Path) -> 
     assert weights == {p: p.read_bytes() for p in root.rglob("model.safetensors")}
 
 
+def test_other_data_under_the_same_name_are_noticed(toy: dict[str, str], tmp_path: Path) -> None:
+    jobs, root = jobs_of(toy, "bc-safe"), tmp_path / "root"
+    run_jobs(jobs, root, IN_PROCESS, show="none")
+    write(tradeoff(0).dataset(30, 5), Path(next(iter(toy.values()))))
+    with pytest.raises(QptError, match="was trained on other data"):
+        run_jobs(jobs, root, IN_PROCESS, show="none")
+    Path(next(iter(toy.values()))).write_bytes(b"")  # what is done needs no data
+    assert run_jobs(jobs, root, IN_PROCESS, show="none").skipped == 1
+
+
+def test_what_is_named_twice_counts_once(toy: dict[str, str], tmp_path: Path) -> None:
+    once = jobs_of(toy, "bc-safe", "cdt", seeds=(0, 1), limits=(6.0, 12.0))
+    assert jobs_of(toy, "bc-safe", "cdt", "cdt", seeds=(0, 1, 1, 0), limits=(6.0, 12.0, 6.0)) == once
+    jobs = jobs_of(toy, "bc-safe")
+    found = run_jobs(jobs + jobs, tmp_path / "root", IN_PROCESS, show="none")
+    assert len(found.results) == 4
+
+
+def test_a_task_that_cannot_travel_runs_in_this_process(toy: dict[str, str], tmp_path: Path) -> None:
+    register_task(replace(tradeoff(0).task("Mine"), env_factory=lambda: tradeoff(0).env()))
+    jobs = jobs_of({"Mine": next(iter(toy.values()))}, "bc-safe")
+    assert not run_jobs(jobs, tmp_path / "root", IN_PROCESS, show="none").failures
+
+
 def test_results_of_two_machines_merge_by_copying(toy: dict[str, str], tmp_path: Path) -> None:
     jobs = jobs_of(toy, "bc-safe", seeds=(0, 1))
     for machine, job in zip("ab", jobs, strict=True):

@@ -16,7 +16,7 @@ import pytest
 from scipy.stats import beta, binom
 
 import qpt.certify as room
-from qpt.certify import CalibratedPolicy, binomial_p_value, calibrate_limit, calibrated, certify, store
+from qpt.certify import CalibratedPolicy, binomial_p_value, calibrate_limit, calibrated, certify, default_grid, store
 from qpt.checkpoint import resolve
 from qpt.cli import main
 from qpt.envs.toy import OraclePolicy, Toy, tradeoff
@@ -234,6 +234,17 @@ def test_certify_runs_until_it_is_decided() -> None:
     short = certify(OraclePolicy(toy), toy.task(), 6.0, workers=0, max_episodes=30)
     assert (short.verdict, short.episodes, short.decided_after) == ("undecided", 30, None)
     assert short.bounds[1] > 0.05
+
+
+def test_a_cost_that_is_no_number_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qpt.certify.run_costs", lambda *_: np.full(60, np.nan))
+    policy, task = OraclePolicy(tradeoff(0)), tradeoff(0).task()
+    assert certify(policy, task, 6.0, batch=60).verdict == "rejected"
+    assert calibrate_limit(policy, task, 6.0, episodes=60).internal_limit is None
+
+
+def test_the_grid_ends_at_the_limit() -> None:
+    assert all(max(default_grid(x / 100)) == x / 100 for x in range(1, 10_001))
 
 
 def test_batches_are_of_different_episodes() -> None:
@@ -460,6 +471,8 @@ def test_an_exported_policy_keeps_its_calibration_and_can_be_certified(trained: 
     (folder / "calibration.json").unlink(missing_ok=True)
     store(calibrate_limit(load_policy(folder), "CertifyToy", 72.0, grid=[6.0], episodes=60, workers=0), folder)
     graph = export_policy(folder, tmp_path / "p.onnx").graph
+    with pytest.raises(QptError, match="cost_limits=72"):
+        OnnxPolicy(graph, calibrated=True).reset(1)
     done = certify(OnnxPolicy(graph, calibrated=True), "CertifyToy", 72.0, risk=0.2, workers=0)
     assert (done.verdict, done.limit, done.internal_limit) == ("accepted", 72.0, 6.0)
     assert done.sha256 == {"p.onnx": hashlib.sha256(graph.read_bytes()).hexdigest()}

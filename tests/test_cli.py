@@ -209,6 +209,15 @@ def test_the_papers_preset_has_the_papers_steps(
     assert seen == [steps]
 
 
+def test_flags_win_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[TrainConfig] = []
+    monkeypatch.setattr("qpt.cli.train.train", lambda config: seen.append(config) or Run(tmp_path, 0, {}))
+    file = tmp_path / "c.toml"
+    file.write_text('algorithm = "qpt"\npreset = "default"\nsteps = 5\n')
+    assert main(["train", "--config", str(file), "--algorithm", "cdt", "--preset", "paper"]) == 0
+    assert (seen[0].algorithm, seen[0].config.targets, seen[0].config.steps) == ("cdt", "published", 5)
+
+
 def test_train_with_a_config_file(data: Path, tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     lines = [

@@ -359,6 +359,15 @@ class Own(gymnasium.Env[Any, Any]):
         return (np.zeros(self.length), np.float64(1), *([np.float64(0.5)] if self.six else []), False, False, info)
 
 
+def test_a_cost_that_is_no_number_is_told() -> None:
+    own = Own()
+    own.step = lambda _: (np.zeros(2), 1.0, float("nan"), False, False, {})  # type: ignore[method-assign]
+    env = wrap_env(own)
+    env.reset(seed=0)
+    with pytest.raises(QptError, match="a cost of nan at step 0"):
+        env.step(np.zeros(2))
+
+
 @pytest.mark.parametrize("six", [False, True])
 def test_own_environment(six: bool) -> None:
     own = Own(six)

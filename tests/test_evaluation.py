@@ -25,6 +25,7 @@ from rich.console import Console
 import qpt.evaluation
 from faulty_envs import once, raises, slow, walk, walk_task
 from helpers import tiny_data
+from qpt import stats
 from qpt.algorithms.qpt import QPTConfig
 from qpt.cli import main
 from qpt.cli.evaluate import table as printed_table
@@ -343,6 +344,13 @@ def test_summary_has_one_line_a_limit_with_intervals() -> None:
     assert low["within_limit_interval"][0] == pytest.approx(1 / (1 + 1.96**2 / 15), abs=1e-3)  # Wilson at 15 of 15
     mask = episodes.cost_limit == 12
     assert high["return"] == pytest.approx(episodes.select(mask).returns.mean())
+
+
+def test_two_episodes_have_no_interval_and_no_verdict() -> None:
+    toy = tradeoff(0)
+    (line,) = evaluate(OraclePolicy(toy), toy.task(), episodes=2, cost_limits=(6,), workers=0).summary()
+    assert all(np.isnan(line[f"{name}_interval"]).all() for name in ("return", "cost", "normalized_cost"))
+    assert stats.verdict(line["cost_interval"], 6.0) == "unclear"
 
 
 def test_wrong_arguments_get_one_sentence() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,39 @@ def test_large_logs_are_thinned_by_whole_episodes() -> None:
     assert 30 <= small.steps <= 60
     assert set(small.returns) <= set(data.returns)
     assert thin(data, data.steps, seed=0) is data
+
+
+def cut_off(episodes: int = 40, length: int = 20) -> Trajectories:
+    """Episodes of one kind, cut off: a reward of 1 and a cost of 0.5 at every step."""
+    steps = episodes * length
+    last = np.arange(steps) % length == length - 1
+    seen = np.random.default_rng(0).normal(size=(steps, 2))
+    return Trajectories.from_arrays(
+        seen, np.zeros((steps, 1)), np.ones(steps), np.full(steps, 0.5), np.zeros(steps), last
+    )
+
+
+def test_logs_that_were_cut_off_are_judged_for_whole_episodes() -> None:
+    data = cut_off()
+    policy = small_policy("bc-safe", data, width=16, cost_limit=5.0)
+    short = judge(policy, data, [5.0], **QUICK)
+    assert short.limits[0].expected_cost == pytest.approx(10, abs=0.5)
+    policy.spec = policy.method.spec = replace(policy.spec, horizon=40)
+    found = judge(policy, data, [5.0], **QUICK)
+    assert (found.horizon, short.horizon) == (40, 20)
+    assert found.limits[0].expected_cost == pytest.approx(20, rel=0.2)  # by few, quick fits
+    assert found.limits[0].expected_return == pytest.approx(40, rel=0.2)
+    assert "cut off after 20 steps of 40: what follows is extrapolated" in found.limits[0].warning
+    prepared = judge(policy, Log(data, **QUICK), [5.0])
+    assert "the sums are of 20 steps" in prepared.limits[0].warning
+    with pytest.raises(QptError, match="settings of a prepared log"):
+        judge(policy, Log(data, **QUICK), [5.0], seed=7)
+
+
+def test_a_log_without_any_known_successor_is_told() -> None:
+    data = cut_off(4, 1)
+    with pytest.raises(QptError, match="give more and longer episodes"):
+        Fits(data, FitConfig(**QUICK), horizon=5).values(np.zeros((4, 1), np.float32))
 
 
 def test_student_quantiles() -> None:

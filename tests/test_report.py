@@ -124,6 +124,25 @@ def test_a_table_finds_its_run_by_the_checkpoint(tmp_path: Path) -> None:
     assert (result.run, result.selection, result.method) == (str(folder), "selected", "cdt · lr=0.0003")
 
 
+def test_earlier_checkpoints_are_left_out_and_said(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    for step, value in ((20, 1.0), (40, 9.0)):
+        checkpoint = str(folder / "checkpoints" / f"step-{step:09}")
+        table({10.0: ([value] * 3, [2] * 3)}, checkpoint=checkpoint).save(folder / f"episodes-{step}.csv")
+    found = collect([folder])
+    (line,) = lines(found.results)
+    assert (line.mean_return, line.episodes) == (9.0, 3)
+    assert any("step 20" in note for note in found.notes)
+
+
+def test_what_is_given_twice_counts_once(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    path = table({10.0: ([1, 2, 3], [2] * 3)}).save(folder / "episodes.csv")
+    for given in ([folder, folder], [folder, path], [path, path], [tmp_path, folder, path]):
+        (line,) = lines(collect(given).results)
+        assert (line.runs, line.episodes) == (1, 3)
+
+
 @pytest.mark.parametrize(
     ("configs", "names"),
     [
@@ -188,6 +207,9 @@ def test_the_table_of_a_benchmark_keeps_its_runs_apart(tmp_path: Path, ending: s
     whole = Results(episodes, np.repeat(["a", "b"], 3), np.full(6, "mine"), np.repeat([0, 1], 3).astype(np.int64), jobs)
     (line,) = lines(collect([whole.save(tmp_path / f"all.{ending}")]).results)
     assert (line.method, line.runs, line.mean_return) == ("mine", 2, 25.0)
+    bench(tmp_path / "root", key="a", value=10.0)  # one of the two is given as a folder too
+    both = [x for x in lines(collect([tmp_path / "root", tmp_path / f"all.{ending}"]).results) if x.selection == "last"]
+    assert sorted((x.method, x.runs) for x in both) == [("mine", 1), ("qpt (mine)", 1)]
     assert line.return_interval == (10.0, 40.0)  # over runs: episodes within each are alike
 
 

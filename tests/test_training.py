@@ -256,6 +256,15 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path: Path, monkeypatch: p
     assert not [p for p in (run / "checkpoints").iterdir() if p.name.startswith(".")]
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"keep": 0}, {"log_every": 0}, {"checkpoint_every": 0}, {"eval_every": -1}, {"seed": -1}, {"seeds": (-1,)}],
+)
+def test_numbers_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(QptError, match="at least"):
+        TrainConfig(**wrong)
+
+
 def test_old_checkpoints_are_rotated_out(tmp_path: Path) -> None:
     run = train(config(tmp_path / "run", keep=3), tiny_data()).folder
     assert [p.name for p in checkpoint.checkpoints(run)] == [f"step-{n:09d}" for n in (20, 25, 30)]

@@ -26,7 +26,7 @@ from qpt.episodes import Episodes
 from qpt.errors import QptError, require
 from qpt.modelcard import find_evidence, model_card
 from qpt.policy import Policy, load_policy
-from qpt.runtime import FORMAT, OnnxPolicy, noise
+from qpt.runtime import FORMAT, OnnxPolicy, noise, suggest_returns
 from qpt.tasks import get_task
 
 EXPORTABLE = ("qpt", "cdt", "bc-safe", "caps", "cpq", "coptidice")  # the others draw noise as they act
@@ -290,20 +290,27 @@ def side_file(policy: Policy, manifest: dict[str, Any], folder: Path, graph: byt
 
 
 def _return_targets(policy: Policy) -> dict[str, Any] | None:
-    """The method's suggestions as a table; None where it has none."""
-    spec, config = policy.spec, policy.method.config
-    factor = float(getattr(config, "target_factor", 1.0))
+    """The method's suggestions as a table; None where it has none, or none that a table can hold."""
+    spec = policy.spec
+    factor = float(getattr(policy.method.config, "target_factor", 1.0))
     own = getattr(policy.method, "suggest_return", spec.suggest_return)
-    if getattr(config, "targets", "data") == "data":
-        # They change where a logged episode comes within the limit, or within half of it.
-        costs = sorted({times * cost for cost in spec.frontier_costs for times in (1, 2)})
-        return {"costs": costs, "returns": [own(cost) for cost in costs], "between": "previous", "factor": factor}
-    pairs = get_task(spec.task).targets if spec.task and config.targets == "published" else ()
-    grid = sorted({cost for _, cost in pairs}) or np.linspace(0, spec.cost_max, 201).tolist()
+    most = 10 * max(spec.cost_max, 1.0)
+    asked = np.concatenate([np.random.default_rng(0).uniform(0, most, 200), spec.frontier_costs])
+    pairs = get_task(spec.task).targets if spec.task else ()
+    forms = [  # from the data they change where a logged episode comes within the limit, or within half of it
+        ("previous", sorted({times * cost for cost in spec.frontier_costs for times in (1, 2)})),
+        ("linear", sorted({cost for _, cost in pairs})),
+        ("linear", np.linspace(0, most, 1001).tolist()),
+    ]
     try:
-        return {"costs": grid, "returns": [own(cost) for cost in grid], "between": "linear", "factor": factor}
+        right = np.array([own(float(limit)) for limit in asked])
+        for between, costs in forms:
+            table = {"costs": costs, "returns": [own(cost) for cost in costs], "between": between, "factor": 1.0}
+            if costs and np.allclose(suggest_returns(table, asked), right, rtol=1e-6, atol=1e-6):
+                return table | {"factor": factor}
     except QptError:
-        return None
+        pass
+    return None
 
 
 def _files(out: Path, overwrite: bool) -> tuple[Path, Path, Path]:

@@ -15,6 +15,7 @@ from qpt.algorithms.base import algorithm_classes
 from qpt.checkpoint import MODEL, read_manifest
 from qpt.episodes import Episodes
 from qpt.errors import QptError
+from qpt.tasks import all_tasks
 
 MODES = {
     "live": "The limit is an input and may change at any step.",
@@ -283,7 +284,8 @@ def train_command(manifest: dict[str, Any]) -> str:
     if manifest.get("task"):
         words += ["--task", str(manifest["task"])]
     words += ["--data", _source(data) or "FILE"]
-    if not manifest.get("task"):
+    known = all_tasks().get(str(manifest.get("task")))
+    if known is None or known.horizon != spec["horizon"]:
         words += ["--horizon", str(spec["horizon"])]
     words += ["--seed", str(manifest.get("seed", 0)), "--device", str(manifest.get("device", "cpu"))]
     default = algorithm_classes(manifest["algorithm"])[1]()

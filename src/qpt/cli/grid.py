@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import torch
 import tyro
@@ -118,6 +118,9 @@ def _value(text: str, written: str, hint: Any) -> Any:
         value = tomllib.loads(f"x = {written}")["x"]
     except tomllib.TOMLDecodeError:
         value = {"True": True, "False": False, "None": None}.get(written, written)  # a text need not be quoted
+    kinds = get_args(hint) or (hint,)
+    if type(value) is int and float in kinds and int not in kinds:
+        value = float(value)  # 1 and 1.0 are one setting, and one run
     for candidate in (value, written):
         if _fits(candidate, hint):
             return tuple(candidate) if isinstance(candidate, list) else candidate
