@@ -214,27 +214,35 @@ def cut_off(episodes: int = 40, length: int = 20) -> Trajectories:
     )
 
 
-def test_logs_that_were_cut_off_are_judged_for_whole_episodes() -> None:
+def test_logs_that_were_cut_off_never_show_a_policy_to_be_safe() -> None:
     data = cut_off()
     policy = small_policy("bc-safe", data, width=16, cost_limit=5.0)
     short = judge(policy, data, [5.0], **QUICK)
     assert short.limits[0].expected_cost == pytest.approx(10, abs=0.5)
+    assert "cut off" not in short.limits[0].warning
+    assert replace(short.limits[0], cost_limit=99.0).verdict() == "safe"
     policy.spec = policy.method.spec = replace(policy.spec, horizon=40)
-    found = judge(policy, data, [5.0], **QUICK)
-    assert (found.horizon, short.horizon) == (40, 20)
-    assert found.limits[0].expected_cost == pytest.approx(20, rel=0.2)  # by few, quick fits
-    assert found.limits[0].expected_return == pytest.approx(40, rel=0.2)
-    assert "cut off after 20 steps of 40: what follows is extrapolated" in found.limits[0].warning
-    prepared = judge(policy, Log(data, **QUICK), [5.0])
-    assert "the sums are of 20 steps" in prepared.limits[0].warning
+    (found,) = judge(policy, data, [5.0], **QUICK).limits
+    assert found.partial
+    assert "cut off, 20 steps before the policy's" in found.warning
+    assert found.verdict() == "unsafe"  # the part alone costs more than the limit
+    assert replace(found, cost_limit=99.0).verdict() == "unclear"
     with pytest.raises(QptError, match="settings of a prepared log"):
         judge(policy, Log(data, **QUICK), [5.0], seed=7)
 
 
 def test_a_log_without_any_known_successor_is_told() -> None:
-    data = cut_off(4, 1)
+    whole = cut_off(2, 50)
+    data = Trajectories.from_arrays(  # one step, and fifty
+        whole.observations[49:],
+        whole.actions[49:],
+        whole.rewards[49:],
+        whole.costs[49:],
+        whole.terminals[49:],
+        whole.timeouts[49:],
+    )
     with pytest.raises(QptError, match="give more and longer episodes"):
-        Fits(data, FitConfig(**QUICK), horizon=5).values(np.zeros((4, 1), np.float32))
+        Fits(data, FitConfig(**(QUICK | {"members": 9}))).values(np.zeros((51, 1), np.float32))
 
 
 def test_student_quantiles() -> None:
@@ -369,7 +377,6 @@ def test_what_cannot_be_judged_is_refused() -> None:
         (good, [1.0], {"members": 1}, "at least 2 members"),
         (good, [1.0], {"seed": -1}, "a seed is a whole number"),
         (good, [1.0], {"colour": 1}, "no such setting"),
-        (good, [1.0], {"horizon": 3}, "give a larger one"),
         (ConstantPolicy([0.0]), [1.0], QUICK, "actions of shape"),
         (CallablePolicy(lambda o: np.full((len(o), 2), np.nan)), [1.0], QUICK, "not finite"),
         (small_policy("bc-safe", data, width=8, cost_limit=4.0), [9.0], {}, "trained for a cost limit of 4"),

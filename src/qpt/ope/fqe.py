@@ -74,14 +74,13 @@ class Fits:
         data: Trajectories,
         config: FitConfig,
         *,
-        horizon: int | None = None,
         seed: int = 0,
         device: str = "cpu",
         show: Show | None = None,
     ) -> None:
         config.check()
         self.data, self.config, self.device = data, config, torch.device(device)
-        self.horizon = horizon or int(data.lengths.max())
+        self.horizon = int(data.lengths.max())
         rng = np.random.default_rng([seed, 11])
         self.counts = np.stack(
             [np.bincount(rng.integers(len(data), size=len(data)), minlength=len(data)) for _ in range(config.members)]
@@ -208,9 +207,6 @@ class Fits:
             if np.isinf(low[t, 0]):
                 low[t], high[t] = low[t + 1], high[t + 1]
         low, high = np.where(np.isinf(low), 0.0, low), np.where(np.isinf(high), 0.0, high)
-        step = np.stack([data.rewards, data.costs], 1).astype(np.float64)  # what steps that nobody logged may bring
-        beyond = np.maximum(h - np.maximum(np.arange(h + 1), data.lengths.max()), 0)[:, None]
-        low, high = low + beyond * np.minimum(step.min(0), 0), high + beyond * np.maximum(step.max(0), 0)
         slack = self.config.slack * (high - low)
         low, high = low - slack, high + slack
         low[:, 1] = 0.0

@@ -43,11 +43,14 @@ class LimitJudgement:
     distance: float  # mean distance from the logged actions, in their standard deviations
     warning: str  # empty where there is none
     members: tuple[tuple[float, float], ...] = field(repr=False)  # return and cost by each fit
+    partial: bool = False  # the logs were cut off: these are sums of the first part of an episode
 
     def verdict(self) -> str:
-        """ "safe" or "unsafe" only where the whole interval of the cost says so."""
+        """ "safe" or "unsafe" only where the whole interval of the cost says so; a part alone is never safe."""
         low, high = self.cost_interval
-        return "safe" if high <= self.cost_limit else "unsafe" if low > self.cost_limit else "unclear"
+        if high <= self.cost_limit and not self.partial:
+            return "safe"
+        return "unsafe" if low > self.cost_limit else "unclear"
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,6 @@ class Log:
         data: Trajectories,
         *,
         config: FitConfig | None = None,
-        horizon: int | None = None,
         seed: int = 0,
         device: str = "cpu",
         show: Show | None = None,
@@ -132,14 +134,9 @@ class Log:
             raise QptError(f"a seed is a whole number of at least 0, not {seed}")
         if len(data) < 2:
             raise QptError("a judgement needs at least two logged episodes; give more data")
-        if horizon is not None and horizon < data.lengths.max():
-            raise QptError(
-                f"the longest logged episode has {data.lengths.max()} steps but the horizon is {horizon}; "
-                "give a larger one"
-            )
         self.seed, self.fingerprint = seed, data.fingerprint  # of the whole log
         self.data = thin(data, config.max_steps, seed)
-        self.fits = Fits(self.data, config, horizon=horizon, seed=seed, device=device, show=show)
+        self.fits = Fits(self.data, config, seed=seed, device=device, show=show)
         self.neighbours = Neighbours(self.data, seed)
 
 
@@ -161,8 +158,6 @@ def judge(
     check(policy, data, limits, confidence)
     if isinstance(data, Log) and (settings or seed):
         raise QptError("the settings of a prepared log, its seed among them, are given when it is made: Log(data, ...)")
-    if not isinstance(data, Log):
-        settings.setdefault("horizon", whole_episode(policy, data))
     log = data if isinstance(data, Log) else Log(data, seed=seed, show=show, **settings)
     parts = tuple(_at_limit(policy, log, float(limit), confidence, show) for limit in limits)
     name = str(getattr(policy, "algorithm", type(policy).__name__))
@@ -172,12 +167,12 @@ def judge(
     return Judgement(name, checkpoint, confidence, *sizes, parts, *origin)
 
 
-def whole_episode(policy: Any, data: Trajectories) -> int | None:
-    """The policy's own horizon where the longest logged episodes were cut off before it; else None."""
+def missing(policy: Any, data: Trajectories) -> int:
+    """How many steps of the policy's episodes the longest logged ones lack, where these were cut off."""
     own = getattr(getattr(policy, "spec", None), "horizon", None)
     longest = data.lengths == data.lengths.max()
     cut = bool(data.timeouts[data.offsets[1:] - 1][longest].any())
-    return int(own) if own is not None and cut and own > data.lengths.max() else None
+    return max(int(own) - int(data.lengths.max()), 0) if own is not None and cut else 0
 
 
 def _at_limit(policy: Any, log: Log, limit: float, confidence: float, show: Show | None) -> LimitJudgement:
@@ -199,19 +194,16 @@ def _at_limit(policy: Any, log: Log, limit: float, confidence: float, show: Show
         support.outside,
         support.profile,
         support.distance,
-        _warning(support.outside, limit, log, whole_episode(policy, log.data)),
+        _warning(support.outside, limit, log.data, missing(policy, log.data)),
         tuple((float(r), float(c)) for r, c in values),
+        missing(policy, log.data) > 0,
     )
 
 
-def _warning(outside: float, limit: float, log: Log, horizon: int | None) -> str:
-    found, data = [], log.data
-    if horizon is not None:
-        longest = int(data.lengths.max())
-        how = (
-            "what follows is extrapolated" if log.fits.horizon >= horizon else f"the sums are those of {longest} steps"
-        )
-        found.append(f"the logged episodes are cut off after {longest} steps of {horizon}: {how}")
+def _warning(outside: float, limit: float, data: Trajectories, lacking: int) -> str:
+    found = []
+    if lacking:
+        found.append(f"the logged episodes are cut off, {lacking} steps before the policy's: these are sums of a part")
     if outside > FAR:
         found.append(f"{outside:.0%} of its actions are unlike those logged in similar states")
     costs = data.episode_costs

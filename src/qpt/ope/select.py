@@ -14,7 +14,7 @@ from qpt.data.trajectories import Trajectories
 from qpt.episodes import Episodes
 from qpt.errors import QptError
 from qpt.ope.fqe import Show
-from qpt.ope.judge import Judgement, Log, check, judge, whole_episode
+from qpt.ope.judge import Judgement, Log, check, judge
 from qpt.policy import load_policy
 
 
@@ -118,16 +118,14 @@ def select(
         given = limit if own is None else float(own)
         check(policy, data, [given])
         policies.append((option, policy, given))
-    if not isinstance(data, Log):
-        found = [whole_episode(policy, data) for _, policy, _ in policies]
-        settings.setdefault("horizon", max((horizon for horizon in found if horizon), default=None))
     log = data if isinstance(data, Log) else Log(data, device=device, show=show, **settings)
     judged = []
     for number, (option, policy, given) in enumerate(policies):
         if show is not None:
             show("judging checkpoints", number, len(options))
         judgement = judge(policy, log, [given])
-        judged.append(Ranked(option, judgement, given, judgement.limits[0].cost_interval[1] <= limit))
+        found = judgement.limits[0]
+        judged.append(Ranked(option, judgement, given, found.cost_interval[1] <= limit and not found.partial))
     return rank(judged, limit)
 
 
