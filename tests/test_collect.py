@@ -493,7 +493,7 @@ class Broken(Target):
     ("env", "match"),
     [
         (Negative, "costs must not be negative"),
-        (Unclear, "not finite"),
+        (Unclear, "a cost of nan"),
         (Costless, "gives no cost"),
         (Broken, "valve is stuck"),
     ],
