@@ -348,6 +348,8 @@ def test_summary_has_one_line_a_limit_with_intervals() -> None:
 
 def test_two_episodes_have_no_interval_and_no_verdict() -> None:
     toy = tradeoff(0)
+    with pytest.raises(QptError, match="each cost limit is evaluated once"):
+        evaluate(OraclePolicy(toy), toy.task(), episodes=2, cost_limits=(6, 6), workers=0)
     (line,) = evaluate(OraclePolicy(toy), toy.task(), episodes=2, cost_limits=(6,), workers=0).summary()
     assert all(np.isnan(line[f"{name}_interval"]).all() for name in ("return", "cost", "normalized_cost"))
     assert stats.verdict(line["cost_interval"], 6.0) == "unclear"

@@ -101,7 +101,8 @@ def _held_out(checkpoint: Path, source: str, limits: tuple[float, ...], level: f
         )
     console = Console()
     console.print(table)
-    console.print(f"to use it: qpt evaluate --checkpoint {checkpoint} --set test_offset={offset:.2f}", highlight=False)
+    told = f"to use that of the last limit: qpt evaluate --checkpoint {checkpoint} --set test_offset={offset:.2f}"
+    console.print(told, highlight=False)
     return 0
 
 

@@ -85,6 +85,8 @@ def select_command(
             soft_wrap=True,
         )
     content = found.to_json()
+    if out is not None:  # before the comparison, should that fail
+        out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     if episodes is not None:
         report = ope.oracle_report(found, selection_room.realised_values(episodes, found))
         content["oracle"] = vars(report)

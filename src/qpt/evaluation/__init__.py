@@ -121,6 +121,8 @@ def _check(
         raise QptError("an evaluation needs at least one episode and one cost limit")
     if not (np.isfinite(limits) & (limits >= 0)).all():
         raise QptError(f"cost limits are finite and not negative; these are {limits.tolist()}")
+    if len(np.unique(limits)) < len(limits):
+        raise QptError(f"each cost limit is evaluated once; these are {limits.tolist()}")
     if seed < 0 or (workers or 0) < 0 or (slots is not None and slots < 1):
         raise QptError("the seed and the number of workers must not be negative, and slots must be at least 1")
     expected, found = policy.observation_dim, task.env_observation_dim
