@@ -22,6 +22,8 @@ from safetensors.torch import load_file
 import qpt
 from helpers import tiny_data
 from qpt import checkpoint, logs
+from qpt.algorithms.base import Spec
+from qpt.algorithms.bc import BC, BCConfig
 from qpt.algorithms.qpt import QPT, QPTConfig
 from qpt.errors import QptError
 from qpt.training import TrainConfig, best_evaluation, train
@@ -291,6 +293,14 @@ def test_loaded_policies_act_like_the_trained_one(tmp_path: Path) -> None:
         qpt.load_policy(run, candidatse=3)
     with pytest.raises(QptError, match="was trained with its return_scale, which cannot change now; what can: action"):
         qpt.load_policy(run, return_scale=99.0, candidates=3)
+
+
+def test_a_policy_of_one_limit_names_the_one_it_cannot_take() -> None:
+    method = BC(BCConfig(cost_limit=5.0, width=8), Spec.from_data(tiny_data()))
+    policy = Policy(method, trained_limit=5.0)
+    policy.reset(2)
+    with pytest.raises(QptError, match="trained for a cost limit of 5 and cannot take another; train one for 7"):
+        policy.set_cost_limit([5.0, 7.0])
 
 
 def test_a_policy_without_critics_does_not_choose(tmp_path: Path) -> None:
