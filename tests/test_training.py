@@ -26,6 +26,7 @@ from qpt.algorithms.base import Spec
 from qpt.algorithms.bc import BC, BCConfig
 from qpt.algorithms.qpt import QPT, QPTConfig
 from qpt.errors import QptError
+from qpt.policy import Policy
 from qpt.training import TrainConfig, best_evaluation, train
 
 TINY = QPTConfig(steps=30, batch_size=4, width=8, layers=1, heads=2, context=3, critic_width=8)
