@@ -274,8 +274,6 @@ def test_old_checkpoints_are_rotated_out(tmp_path: Path) -> None:
 
 
 def test_loaded_policies_act_like_the_trained_one(tmp_path: Path) -> None:
-    from qpt.policy import Policy
-
     data = tiny_data()
     run = train(config(tmp_path / "run"), data).folder
     method, manifest = checkpoint.load_algorithm(checkpoint.resolve(run))
