@@ -151,6 +151,8 @@ def test_settings_are_read_by_the_types_of_the_fields() -> None:
         "bc-safe.mode": "all",  # only the method that has it
         "checkpoint_every": 9,
     }
+    one, same = (read_settings([f"qpt.eta_cost={text}"], ["qpt"]) for text in ("1", "1.0"))
+    assert repr(one) == repr(same) == "{'qpt.eta_cost': 1.0}"  # one setting, and one run
     for wrong in ("nonsense=1", "cdt.lr=1", "batch_size=many", "batch_size", "seed=3", "bc-safe.mode=other"):
         with pytest.raises(QptError, match=wrong.replace(".", r"\.")):
             read_settings([wrong], ["qpt", "bc-safe"])

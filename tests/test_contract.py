@@ -172,6 +172,12 @@ def test_deciding_together_equals_deciding_alone(name: str, runs: Callable[[str]
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_what_may_change_when_deciding_is_in_the_config(name: str) -> None:
+    cls, config = algorithm_classes(name)
+    assert cls.deciding <= {field.name for field in fields(config)}
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_limit_mode(name: str, runs: Callable[[str], Path]) -> None:
     policy = load_policy(runs(name))
     if policy.limit_mode == "trained":

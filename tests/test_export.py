@@ -26,7 +26,7 @@ from qpt.cli import main
 from qpt.cli.train import _parse, _RunFlags
 from qpt.episodes import Episodes
 from qpt.errors import QptError
-from qpt.modelcard import Evidence, _judged, find_evidence, train_command
+from qpt.modelcard import Evidence, _interval, _judged, find_evidence, train_command
 from qpt.nets import noise
 from qpt.ope import judge
 from qpt.policy import load_policy
@@ -35,7 +35,7 @@ from qpt.training import TrainConfig, train
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-from qpt.export import EXPORTABLE, Export, export_policy, parity
+from qpt.export import EXPORTABLE, Export, _return_targets, export_policy, parity
 from qpt.runtime import OnnxPolicy, episode_normal, episode_uniform, suggest_returns
 
 ROOT = Path(__file__).parent.parent
@@ -410,6 +410,23 @@ def test_the_command_of_the_card_trains_with_the_same_config(algorithm: str) -> 
     parsed = _parse(words[2:], algorithm, "default", _RunFlags(algorithm=algorithm), config_class())
     assert parsed.config == config
     assert (parsed.seed, parsed.horizon, parsed.data) == (5, 77, Path("my logs/a.hdf5"))
+    assert "--horizon" in shlex.split(train_command(manifest | {"task": "BallCircle"}))  # not the task's own
+    assert "--horizon" not in train_command(manifest | {"task": "BallCircle", "spec": {"horizon": 200}})
+
+
+def test_targets_that_a_method_suggests_itself_are_exported_or_left_to_the_caller(
+    exported: tuple[Path, Export], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, limits = load_policy(exported[0]), np.linspace(0, 60, 31)
+    monkeypatch.setattr(policy.method, "suggest_return", lambda limit: 5.0 * limit)
+    assert suggest_returns(_return_targets(policy), limits) == pytest.approx(5 * limits)
+    monkeypatch.setattr(policy.method, "suggest_return", lambda limit: float(np.sin(50 * limit)))  # no table holds it
+    assert _return_targets(policy) is None
+
+
+def test_a_card_of_two_episodes_gives_no_interval() -> None:
+    assert _interval({"cost": 4.0, "cost_interval": (np.nan, np.nan)}, "cost", 1) == "4.0"
+    assert _interval({"cost": 4.0, "cost_interval": (3.0, 5.0)}, "cost", 1) == "4.0 [3.0, 5.0]"
 
 
 # -- what can go wrong -------------------------------------------------------------------------------------------------

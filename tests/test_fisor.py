@@ -168,6 +168,12 @@ def test_act_takes_the_lowest_feasibility_value_or_the_best_of_the_feasible(enou
     assert policy.limit_mode == "ignored"
 
 
+def test_equal_returns_leave_rewards_as_they_are():
+    data = tiny_data()
+    spec = replace(Spec.from_data(data), return_min=5.0, return_max=5.0)
+    assert FISOR(CONFIG, spec).reward_scale == 1.0
+
+
 def test_paper_preset_cuts_the_batch_and_decays_the_learning_rate():
     paper = FISORConfig.preset("paper")
     assert (paper.batch_size, paper.policy_updates, paper.critic_batch, paper.steps) == (2048, 2, 256, 1_000_000)

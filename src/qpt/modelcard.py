@@ -274,7 +274,9 @@ def _source(data: dict[str, Any]) -> str:
 
 def _interval(line: dict[str, Any], key: str, digits: int) -> str:
     mean, (low, high) = line[key], line[f"{key}_interval"]
-    return "–" if math.isnan(mean) else f"{mean:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+    if math.isnan(mean):
+        return "–"
+    return f"{mean:.{digits}f}" + ("" if math.isnan(low) else f" [{low:.{digits}f}, {high:.{digits}f}]")
 
 
 def train_command(manifest: dict[str, Any]) -> str:

@@ -15,16 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from qpt import logs
-from qpt.data import load_dataset
 from qpt.episodes import Episodes
 from qpt.errors import QptError, require
 from qpt.experiments.jobs import DONE, JOB, LAST, ORACLE, RULES, SELECTED
+from qpt.report.planes import Plane, read_plane
 from qpt.training import best_evaluation
 
 Floats = npt.NDArray[np.float64]
 Row = dict[str, Any]
 CALIBRATION = ("cost_limit", "predicted_cost", "realised_cost")
-PLANE_POINTS = 1500  # more logged episodes than this are thinned in the picture; the frontier is of all
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,18 +55,6 @@ class Run:
     metrics: Sequence[Row]
     evaluations: Sequence[Row]
     calibration: Mapping[str, list[float]] | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Plane:
-    """Costs and returns of the logged episodes of a task, and the best return within each cost."""
-
-    source: str
-    episodes: int
-    costs: Floats
-    returns: Floats
-    frontier: list[tuple[float, float]]
-    surrogate: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -404,20 +391,9 @@ def _add_planes(collected: Collected, given: Mapping[str, str]) -> None:
         chosen = given.get(task) or given.get("")
         for source in [chosen] if chosen else sorted(trained - {""}):
             try:
-                collected.planes[task] = _plane(source)
+                collected.planes[task] = read_plane(source)
                 break
             except QptError as error:
                 if chosen:
                     raise
                 collected.notes.append(f"The logged episodes of {task} are not shown: {error}.")
-
-
-def _plane(source: str) -> Plane:
-    data = load_dataset(source)
-    costs, returns = data.episode_costs, data.returns
-    best = data.pareto_episodes()
-    shown = np.arange(len(data))
-    if len(data) > PLANE_POINTS:
-        shown = np.sort(np.random.default_rng(0).choice(len(data), PLANE_POINTS, replace=False))
-    frontier = [(float(costs[i]), float(returns[i])) for i in best]
-    return Plane(source, len(data), costs[shown], returns[shown], frontier, data.is_surrogate)
