@@ -72,7 +72,7 @@ def test_the_check_notices_a_wrong_step(monkeypatch: pytest.MonkeyPatch) -> None
         runs["n"] += 1
         original(self, *args, **kwargs)
         if runs["n"] == 2:
-            self.method.policy_loss = lambda batch: (lambda x, m: (x * 1.001, m))(*loss(self.method, batch))
+            self.method.policy_loss = lambda *given: (lambda x, m: (x * 1.001, m))(*loss(self.method, *given))
 
     original = TRAINING.Training.__init__
     monkeypatch.setattr(TRAINING.Training, "__init__", made)

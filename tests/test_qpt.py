@@ -117,7 +117,10 @@ def test_policy_loss_equals_its_equation() -> None:
         - 0.7 * np.mean(terms["reward"][0]) / np.mean(terms["reward"][1])
         + 0.3 * np.mean(terms["cost"][0]) / np.mean(terms["cost"][1])
     )
-    assert method.policy_loss(batch)[0].item() == pytest.approx(expected, rel=1e-9)
+    found = method.critic_loss(batch, torch.zeros(len(batch.rewards)).double())[1]
+    sizes = [found["critic/reward_size"], found["critic/cost_size"]]
+    assert [size.item() for size in sizes] == pytest.approx([np.mean(terms[name][1]) for name in terms], rel=1e-9)
+    assert method.policy_loss(batch, actions, sizes)[0].item() == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_policy_step_leaves_critics_alone_and_the_critic_step_the_policy() -> None:
@@ -126,7 +129,7 @@ def test_the_policy_step_leaves_critics_alone_and_the_critic_step_the_policy() -
     method.make_optimizers()
     batch = WindowBatch(*(x.float() if x.is_floating_point() else x for x in batch))
     before = {k: v.clone() for k, v in method.state_dict().items()}
-    loss, _ = method.policy_loss(batch)
+    loss, _ = method.policy_loss(batch, method.actions(batch), torch.ones(2))
     from qpt.algorithms.base import descend
 
     descend(method.optimizers["policy"], loss, [method.policy_parameters], 0.25)
@@ -306,8 +309,8 @@ def test_excess_penalises_only_what_is_beyond_the_budget() -> None:
     method, batch = make(
         eta_cost=1.0, train_with_reward_critic=False, cost_term="excess", normalizer="data", critic_cost_scale=1.0
     )
-    _, metrics = method.policy_loss(batch)
-    actions = method.policy(batch)
+    actions = method.actions(batch)
+    _, metrics = method.policy_loss(batch, actions, torch.ones(2).double())
     _, unaware = method.features(batch.observations, batch.cost_to_go, batch.steps)
     q = method.cost_critics(torch.cat([unaware, actions], -1))[..., 0].mean(0)
     each = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qpt.nets.mlp import StackedMLP
+from qpt.nets.mlp import StackedMLP, run_together
 from qpt.nets.transformer import ACTION, STATE, TrajectoryTransformer
 
 
@@ -139,6 +139,21 @@ def test_stacked_networks_equal_separate_ones() -> None:
                 y, z = (t * torch.tanh(torch.log1p(torch.exp(t))) for t in (y, z))
         torch.testing.assert_close(stack(x)[member], y, rtol=0, atol=1e-12)
         torch.testing.assert_close(stack.each(own)[member], z, rtol=0, atol=1e-12)
+
+
+def test_stacks_run_together_as_they_run_alone() -> None:
+    one, other = StackedMLP(2, [4, 8, 1]).double(), StackedMLP(3, [4, 8, 1]).double()
+    x, y = torch.randn(5, 6, 4, dtype=torch.float64, requires_grad=True), torch.randn(5, 6, 4, dtype=torch.float64)
+    for inputs in ((x, y), (x, x)):
+        together = run_together([one, other], inputs)
+        alone = torch.cat([one(inputs[0]), other(inputs[1])])
+        torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
+        learned = [x, *one.parameters(), *other.parameters()]
+        weight = torch.randn_like(alone)
+        for a, b in zip(*(torch.autograd.grad((v * weight).sum(), learned) for v in (together, alone)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    frozen = run_together([one, other], (x, y), frozen=True)
+    assert torch.autograd.grad(frozen.sum(), [*one.parameters()], allow_unused=True) == (None,) * 4
 
 
 def test_reading_one_step_equals_reading_all() -> None:

@@ -8,6 +8,7 @@ paper leaves open, and what goes beyond it, is a field of `QPTConfig`; `preset("
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +27,23 @@ from qpt.algorithms.base import (
     relabelled_windows,
     soft_update,
 )
+from qpt.algorithms.beside import Beside
 from qpt.algorithms.flat import side_by_side
 from qpt.algorithms.qpt_config import QPTConfig, Reduction
 from qpt.algorithms.targets import expectile_loss, n_step_targets
 from qpt.data.sampling import WindowBatch, WindowSampler
 from qpt.data.trajectories import Trajectories
-from qpt.nets.mlp import StackedMLP
+from qpt.nets.mlp import StackedMLP, run_together
 from qpt.nets.transformer import TrajectoryTransformer
 
 __all__ = ["QPT", "QPTConfig"]
+
+
+def with_actions(states: tuple[Tensor, Tensor], actions: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs of reward and of cost critics; one tensor where both see the same."""
+    seen, unaware = states
+    joined = torch.cat([seen, actions], -1)
+    return joined, joined if unaware is seen else torch.cat([unaware, actions], -1)
 
 
 class QPT(nn.Module):
@@ -42,7 +51,7 @@ class QPT(nn.Module):
 
     limit_mode: LimitMode = "live"
     deciding = candidates.FIELDS
-    compilable = ("critic_loss", "policy_loss")
+    compilable = ("actions", "critic_loss", "policy_loss")
 
     def __init__(self, config: QPTConfig, spec: Spec) -> None:
         super().__init__()
@@ -94,6 +103,7 @@ class QPT(nn.Module):
             config.train_with_reward_critic or config.train_with_cost_critic or config.inference_with_candidates
         )
         self.autocast = False  # set by the loop where bf16 pays
+        self.beside = Beside()
         self.make_optimizers()
 
     @property
@@ -164,6 +174,14 @@ class QPT(nn.Module):
             values: Tensor = critics(inputs, frozen)[..., 0]
         return values
 
+    def q_pair(self, reward: StackedMLP, cost: StackedMLP, inputs: Sequence[Tensor], frozen: bool = False) -> Tensor:
+        """Values of reward and of cost critics [2, 2, ...], each of its input; with autocast all four at once."""
+        if not self.autocast:
+            return torch.stack([self.q(reward, inputs[0], frozen), self.q(cost, inputs[1], frozen)])
+        with torch.autocast(inputs[0].device.type, torch.bfloat16):
+            values = run_together([reward, cost], inputs, frozen)[..., 0]
+        return torch.unflatten(values, 0, (2, 2))
+
     # -- losses --------------------------------------------------------------------------------------------------------
 
     def critic_loss(
@@ -179,7 +197,7 @@ class QPT(nn.Module):
             budgets = budget_draw[:, None] - (batch.costs.cumsum(1) - batch.costs)
         ended = batch.terminals.bool() | batch.timeouts.bool() if c.time_critics else batch.terminals
         seen, unaware = self.features(batch.observations, budgets, batch.steps)  # [B, K, F]
-        logged, logged_cost = torch.cat([seen, batch.actions], -1), torch.cat([unaware, batch.actions], -1)
+        logged = with_actions((seen, unaware), batch.actions)
         if c.bootstrap == "expectile":  # of reward and of cost: [2, B, K]
             with torch.autocast(seen.device.type, torch.bfloat16, enabled=self.autocast):
                 values = self.values.each(torch.stack([seen, unaware]))[..., 0]
@@ -190,9 +208,9 @@ class QPT(nn.Module):
                     last = (batch.mask.sum(1) - 1).clamp(min=0)
                     states = seen.gather(1, last[:, None, None].expand(-1, 1, seen.shape[-1]))
                 acted = torch.cat([states, self.policy(batch, target=True, last=last)], -1)
-                reward_value = self.reduce(self.q(self.target_reward_critics, acted), c.reward_reduction)
-                cost_value = self.reduce(self.q(self.target_cost_critics, acted), c.cost_reduction)
-                reward_value, cost_value = reward_value.expand_as(rewards), cost_value.expand_as(rewards)
+                ahead = self.q_pair(self.target_reward_critics, self.target_cost_critics, (acted, acted))
+                reward_value = self.reduce(ahead[0], c.reward_reduction).expand_as(rewards)
+                cost_value = self.reduce(ahead[1], c.cost_reduction).expand_as(rewards)
             else:
                 reward_value, cost_value = values.detach()
             if c.clamp_cost:
@@ -206,7 +224,7 @@ class QPT(nn.Module):
                     worse = reward_value - c.unfit_penalty * self.spec.mean_return_to_go * self.reward_scale
                     reward_target = torch.where(fits, reward_target, worse)
                     fits = valid & (fits | (budgets >= 0))
-        reward_q, cost_q = self.q(self.reward_critics, logged), self.q(self.cost_critics, logged_cost)  # [2, B, K]
+        reward_q, cost_q = self.q_pair(self.reward_critics, self.cost_critics, logged)  # [2, B, K]
         reward_loss = masked_mean((reward_q - reward_target).square().sum(0), fits)
         cost_loss = masked_mean((cost_q - cost_target).square().sum(0), valid)
         metrics = {
@@ -214,12 +232,15 @@ class QPT(nn.Module):
             "critic/cost_loss": cost_loss.detach(),
             "critic/reward_q": masked_mean(reward_q[0].detach(), batch.mask),
             "critic/cost_q": masked_mean(cost_q[0].detach(), batch.mask),
+            "critic/reward_size": masked_mean(reward_q.detach().abs().mean(0), batch.mask),
+            "critic/cost_size": masked_mean(cost_q.detach().abs().mean(0), batch.mask),
         }
         loss = reward_loss + cost_loss
         if c.bootstrap == "expectile":
             with torch.no_grad():
-                reward_goal = self.reduce(self.q(self.target_reward_critics, logged), c.reward_reduction)
-                cost_goal = self.reduce(self.q(self.target_cost_critics, logged_cost), c.cost_reduction)
+                goals = self.q_pair(self.target_reward_critics, self.target_cost_critics, logged)
+                reward_goal = self.reduce(goals[0], c.reward_reduction)
+                cost_goal = self.reduce(goals[1], c.cost_reduction)
                 if c.budget_critics:
                     fits = batch.mask & (cost_goal <= (budgets + c.budget_margin) * self.cost_scale)
                 else:
@@ -228,41 +249,48 @@ class QPT(nn.Module):
             value_loss = value_loss + masked_mean(expectile_loss(cost_goal - values[1], c.cost_expectile), batch.mask)
             loss, metrics["critic/value_loss"] = loss + value_loss, value_loss.detach()
         if self.likelihood is not None and action_draw is not None:
-            genuine = self.q(self.likelihood, logged_cost)[0]
+            genuine = self.q(self.likelihood, logged[1])[0]
             drawn = self.q(self.likelihood, torch.cat([unaware, action_draw], -1))[0]
             support_loss = masked_mean(softplus(-genuine) + softplus(drawn), batch.mask)
             loss, metrics["critic/support_loss"] = loss + support_loss, support_loss.detach()
         return loss, metrics
 
-    def policy_loss(self, batch: WindowBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """L_DT - α1 E[Q^r(s, π)] + α2 E[Q^c(s, π)] over valid steps, α = η / E|Q(s, a)| without gradient."""
+    def actions(self, batch: WindowBatch) -> Tensor:
+        """What the policy does at every step of the windows: [B, K, A]."""
+        return self.policy(batch)
+
+    def policy_loss(
+        self, batch: WindowBatch, actions: Tensor, sizes: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """L_DT - α1 E[Q^r(s, π)] + α2 E[Q^c(s, π)] over valid steps, α = η / E|Q(s, a)| without gradient.
+
+        `actions` are the policy's, `sizes` E|Q^r(s, a)| and E|Q^c(s, a)| as the critics' loss found them.
+        """
         c = self.config
-        actions = self.policy(batch)
         imitation = masked_mean((actions - batch.actions).square().mean(-1), batch.mask)
         loss, metrics = imitation, {"policy/imitation": imitation.detach()}
         if not (c.train_with_reward_critic or c.train_with_cost_critic):
             return loss, metrics
-        seen, unaware = self.features(batch.observations, batch.cost_to_go, batch.steps)
+        seen = self.features(batch.observations, batch.cost_to_go, batch.steps)
+        acted = with_actions(seen, actions)
+        reward_q, cost_q = self.q_pair(self.reward_critics, self.cost_critics, acted, frozen=True).mean(1)  # [B, K]
         if c.train_with_reward_critic:
-            critics, logged = self.reward_critics, torch.cat([seen, batch.actions], -1)
-            q = masked_mean(self.q(critics, torch.cat([seen, actions], -1), frozen=True).mean(0), batch.mask)
-            scale = self._scale(critics, logged, batch.mask, self.spec.mean_return_to_go * self.reward_scale)
+            q = masked_mean(reward_q, batch.mask)
+            scale = self._scale(sizes[0], self.spec.mean_return_to_go * self.reward_scale)
             loss, metrics["policy/reward_q"] = loss - self.etas[0] * q / scale, q.detach()
         if c.train_with_cost_critic:
-            critics, logged = self.cost_critics, torch.cat([unaware, batch.actions], -1)
-            each = self.q(critics, torch.cat([unaware, actions], -1), frozen=True).mean(0)
             if c.cost_term == "excess":
-                each = (each - batch.cost_to_go.clamp(min=0) * self.cost_scale).clamp(min=0)
-            q = masked_mean(each, batch.mask)
-            scale = self._scale(critics, logged, batch.mask, self.spec.mean_cost_to_go * self.cost_scale)
+                cost_q = (cost_q - batch.cost_to_go.clamp(min=0) * self.cost_scale).clamp(min=0)
+            q = masked_mean(cost_q, batch.mask)
+            scale = self._scale(sizes[1], self.spec.mean_cost_to_go * self.cost_scale)
             loss, metrics["policy/cost_q"] = loss + self.etas[1] * q / scale, q.detach()
         return loss, metrics
 
-    @torch.no_grad()
-    def _scale(self, critics: StackedMLP, logged: Tensor, mask: Tensor, constant: float) -> Tensor:
-        if self.config.normalizer == "data":
-            return torch.full((), max(constant, self.config.normalizer_floor), device=logged.device)
-        return masked_mean(self.q(critics, logged).abs().mean(0), mask).clamp(min=self.config.normalizer_floor)
+    def _scale(self, size: Tensor, constant: float) -> Tensor:
+        """What a term's weight η is divided by."""
+        return (torch.full_like(size, constant) if self.config.normalizer == "data" else size).clamp(
+            min=self.config.normalizer_floor
+        )
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -271,6 +299,9 @@ class QPT(nn.Module):
         c = self.config
         metrics: dict[str, Tensor] = {}
         left: Tensor | float = 1.0
+        sizes: list[Tensor] = []
+        with self.beside.work(batch.rewards.device):  # the critics do not need it
+            actions = self.actions(batch)
         if c.decay:
             left = ((c.steps - self.step) / (c.decay * c.steps)).clamp(0, 1)
         if self.uses_critics:
@@ -278,11 +309,13 @@ class QPT(nn.Module):
                 self.optimizers["critics"].param_groups[0]["lr"].copy_(c.critic_lr * left)
             critic_loss, metrics = self.critic_loss(batch, self._draw_budgets(batch), self._draw_actions(batch))
             descend(self.optimizers["critics"], critic_loss, self.learned_critics, c.critic_clip)
+            sizes = [metrics["critic/reward_size"], metrics["critic/cost_size"]]
 
         optimizer = self.optimizers["policy"]
         self.step += 1
         optimizer.param_groups[0]["lr"].copy_(c.lr * (self.step / max(c.warmup, 1)).clamp(max=1.0) * left)
-        loss, more = self.policy_loss(batch)
+        self.beside.join()
+        loss, more = self.policy_loss(batch, actions, sizes)
         norms = descend(optimizer, loss, [self.policy_parameters], c.clip)
         soft_update(self.policy_targets, self.policy_parameters, 1 - c.ema)
         if self.uses_critics:

@@ -36,30 +36,52 @@ class StackedMLP(nn.Module):
     def forward(self, inputs: Tensor, frozen: bool = False) -> Tensor:
         """[..., in], shared by all members -> [E, ..., out]; frozen: no gradient into the weights."""
         shape = inputs.shape[:-1]
-        return self._run(inputs.reshape(1, -1, inputs.shape[-1]), frozen).reshape(self.members, *shape, -1)
+        x = inputs.reshape(1, -1, inputs.shape[-1])
+        return run(x, *self.layers(frozen), self.activation).reshape(self.members, *shape, -1)
 
     def each(self, inputs: Tensor) -> Tensor:
         """[E, ..., in], an input of its own for every member -> [E, ..., out]."""
         x = inputs.reshape(self.members, -1, inputs.shape[-1])
-        return self._run(x).reshape(*inputs.shape[:-1], -1)
+        return run(x, *self.layers(False), self.activation).reshape(*inputs.shape[:-1], -1)
 
-    def _run(self, x: Tensor, frozen: bool = False) -> Tensor:
-        layers, odd = len(self.weights), -x.shape[-1] % 8
-        if x.is_cuda and odd:  # rows of whole 16 bytes in bf16: the fast matrix kernels take no others
-            x = F.pad(x, (0, odd))
-        x = x.expand(self.members, -1, -1)
-        for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            if frozen:
-                weight, bias = weight.detach(), bias.detach()
-            if x.shape[-1] > weight.shape[1]:
-                weight = F.pad(weight, (0, 0, 0, odd))
-            if weight.shape[-1] == 1 and (x.is_cuda or x.dtype is not weight.dtype):
-                # A product with one column is no work for a matrix unit, and what is learned from stays exact.
-                x = (x.to(weight.dtype) * weight.mT).sum(-1, keepdim=True) + bias
-            elif not x.is_cuda:
-                x = torch.baddbmm(bias, x, weight)
-            else:  # apart, so that a compiled step fuses the bias with the activation
-                x = torch.bmm(x, weight) + bias
-            if i < layers - 1:
-                x = self.activation(x)
-        return x
+    def layers(self, frozen: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """Weights and biases; frozen: without gradient."""
+        weights, biases = list[Tensor](self.weights), list[Tensor](self.biases)
+        return ([w.detach() for w in weights], [b.detach() for b in biases]) if frozen else (weights, biases)
+
+
+def run_together(stacks: Sequence[StackedMLP], inputs: Sequence[Tensor], frozen: bool = False) -> Tensor:
+    """Stacks of one shape as one, each of its own input [..., in] -> [members of all, ..., out]."""
+    weights, biases = (
+        [torch.cat(parts) for parts in zip(*kind, strict=True)]
+        for kind in zip(*(stack.layers(frozen) for stack in stacks), strict=True)
+    )
+    rows = [x.reshape(1, -1, x.shape[-1]) for x in inputs]
+    if all(x is inputs[0] for x in inputs):
+        x = rows[0]
+    else:
+        x = torch.cat([x.expand(stack.members, -1, -1) for stack, x in zip(stacks, rows, strict=True)])
+    return run(x, weights, biases, stacks[0].activation).reshape(len(weights[0]), *inputs[0].shape[:-1], -1)
+
+
+def run(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The layers of E members: [E or 1, M, in] -> [E, M, out]."""
+    layers, odd = len(weights), -x.shape[-1] % 8
+    if x.is_cuda and odd:  # rows of whole 16 bytes in bf16: the fast matrix kernels take no others
+        x = F.pad(x, (0, odd))
+    x = x.expand(len(weights[0]), -1, -1)
+    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        if x.shape[-1] > weight.shape[1]:
+            weight = F.pad(weight, (0, 0, 0, odd))
+        if weight.shape[-1] == 1 and (x.is_cuda or x.dtype is not weight.dtype):
+            # A product with one column is no work for a matrix unit, and what is learned from stays exact.
+            x = (x.to(weight.dtype) * weight.mT).sum(-1, keepdim=True) + bias
+        elif not x.is_cuda:
+            x = torch.baddbmm(bias, x, weight)
+        else:  # apart, so that a compiled step fuses the bias with the activation
+            x = torch.bmm(x, weight) + bias
+        if i < layers - 1:
+            x = activation(x)
+    return x
