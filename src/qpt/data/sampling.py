@@ -61,6 +61,8 @@ class WindowSampler:
     and "uniform" see every episode.
     """
 
+    compilable = ("windows",)
+
     def __init__(
         self,
         data: Trajectories,
@@ -131,7 +133,11 @@ class WindowSampler:
         self.generator.set_state(state["generator"].cpu())
 
     def sample(self) -> WindowBatch:
-        draw = torch.rand(2, self.batch_size, generator=self.generator, device=self._table.device, dtype=torch.float64)
+        size, device = (2, self.batch_size), self._table.device
+        return self.windows(torch.rand(size, generator=self.generator, device=device, dtype=torch.float64))
+
+    def windows(self, draw: Tensor) -> WindowBatch:
+        """The windows that two numbers each from [0, 1) stand for: the episode, and the start in it."""
         episode = torch.searchsorted(self._cumulative, draw[0], right=True).clamp_(max=len(self._cumulative) - 1)  # [B]
         length = self._length[episode]
         start = (draw[1] * length).long()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qpt.nets.attention import query_attention, self_attention
+from qpt.nets.norm import Norm
 from qpt.nets.perceptron import mix
 from qpt.nets.pointwise import GELU, Dropout
 
@@ -22,7 +23,7 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float, attention_dropout: float) -> None:
         super().__init__()
         self.heads, self.attention_dropout = heads, attention_dropout
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm1, self.norm2 = Norm(width), Norm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.project = nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), GELU(), nn.Linear(4 * width, width), Dropout(dropout))
@@ -129,7 +130,7 @@ class TrajectoryTransformer(nn.Module):
         self.embed_observation = nn.Linear(len(observation_mean), width)
         self.embed_action = nn.Linear(action_dim, width)
         self.embed_step = nn.Embedding(horizon + context, width)  # padded steps beyond the horizon need a row too
-        self.norm_in, self.norm_out, self.dropout = nn.LayerNorm(width), nn.LayerNorm(width), Dropout(dropout)
+        self.norm_in, self.norm_out, self.dropout = Norm(width), Norm(width), Dropout(dropout)
         self.blocks = nn.ModuleList(Block(width, heads, dropout, attention_dropout) for _ in range(layers))
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
