@@ -46,7 +46,7 @@ def test_the_kernel_equals_float64(
     assert (dz.dtype, active.dtype, sums.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
     assert dz.shape == z.shape
     assert error(dz, slope) < TOLERANCE
-    assert error(sums, slope.sum(1)) < 1e-5  # of numbers that were not rounded
+    assert error(sums, slope.sum(1)) < 1e-4  # of numbers that were not rounded
     assert error(active, right.detach()) < TOLERANCE if again else active.numel() == 0
 
 

@@ -79,11 +79,12 @@ class StackedMLP(nn.Module):
 
 def _fits(x: Tensor, weight: Tensor) -> bool:
     """Whether a hidden layer is learned here, in a compiled step in bf16, and of a width that the kernel takes."""
+    if kernel is None or not (x.is_cuda and torch.compiler.is_compiling()):
+        return False
     device, width = x.device.type, weight.shape[-1]
-    learned = torch.is_grad_enabled() and weight.requires_grad and weight.dtype is torch.float32
     narrow = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.bfloat16
-    compiled = kernel is not None and x.is_cuda and torch.compiler.is_compiling()
-    return learned and narrow and compiled and width % 16 == 0 and width <= WIDEST and x.numel() > 0
+    learned = torch.is_grad_enabled() and weight.requires_grad and weight.dtype is torch.float32
+    return narrow and learned and width % 16 == 0 and width <= WIDEST and x.numel() > 0
 
 
 class _MishLayer(torch.autograd.Function):
