@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qpt.nets.pointwise import mish
+from qpt.nets.pointwise import fused_mish, mish
+
+if torch.cuda.is_available() and importlib.util.find_spec("triton"):
+    from qpt.nets import activation_kernel as kernel
+else:
+    kernel = None  # type: ignore[assignment]
+
+WIDEST = 1024  # units of a layer that the kernel takes
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "mish": mish,
@@ -75,6 +84,9 @@ def run(
     for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         if x.shape[-1] > weight.shape[1]:
             weight = F.pad(weight, (0, 0, 0, odd))
+        if i < layers - 1 and activation is mish and _fits(x, weight):
+            x = _MishLayer.apply(x.bfloat16(), weight, bias)  # type: ignore[no-untyped-call]
+            continue
         if weight.shape[-1] == 1 and (x.is_cuda or x.dtype is not weight.dtype):
             # A product with one column is no work for a matrix unit, and what is learned from stays exact.
             x = (x.to(weight.dtype) * weight.mT).sum(-1, keepdim=True) + bias
@@ -85,3 +97,47 @@ def run(
         if i < layers - 1:
             x = activation(x)
     return x
+
+
+def _fits(x: Tensor, weight: Tensor) -> bool:
+    """Whether a hidden layer is learned here, in a compiled step in bf16, and of a width that the kernel takes."""
+    if kernel is None or not (x.is_cuda and torch.compiler.is_compiling()):
+        return False
+    device, width = x.device.type, weight.shape[-1]
+    narrow = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.bfloat16
+    learned = torch.is_grad_enabled() and weight.requires_grad and weight.dtype is torch.float32
+    return narrow and learned and width % 16 == 0 and width <= WIDEST and x.numel() > 0
+
+
+class _MishLayer(torch.autograd.Function):
+    """mish(x w + b) for x [E, M, in] in bf16, w [E, in, out] and b [E, 1, out] in float32 -> [E, M, out] in float32.
+
+    Forward as anywhere; backward, one kernel takes the gradient through the activation and sums that of the bias.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        narrow = weight.bfloat16()
+        z = torch.bmm(x, narrow)
+        ctx.save_for_backward(x, narrow, bias, z)
+        return fused_mish(z + bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight, bias, z = ctx.saved_tensors
+        dz, _, sums = kernel.back(z, bias[:, 0], grad.bfloat16(), "mish", again=False)
+        return torch.bmm(dz, weight.mT), _outer(x, dz), sums[:, None]
+
+
+def _outer(x: Tensor, dz: Tensor, pieces: int = 8) -> Tensor:
+    """xᵀ dz over many rows: [E, M, in], [E, M, out] -> [E, in, out] in float32.
+
+    By pieces of the rows as matrices of their own: for few large results over long sums, cuBLAS leaves most of a GPU
+    idle. Each piece is rounded as the whole would be.
+    """
+    members, rows = x.shape[:2]
+    if rows % (64 * pieces):
+        pieces = 1
+    cut = (members * pieces, rows // pieces, -1)
+    parts = torch.bmm(x.reshape(cut).mT, dz.reshape(cut))
+    return parts.view(members, pieces, *parts.shape[1:]).sum(1, dtype=torch.float32)

@@ -14,16 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qpt.nets.activation_kernel import tail
+
 ROWS, CHUNK = 64, 64  # rows of a tile, hidden units of a chunk
 LAUNCH: dict[str, Any] = {"num_warps": 4, "num_stages": 3}
-
-
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _tail(x):  # type: ignore[no-untyped-def]
-    """The share of a standard normal beyond |x|, as in `qpt.nets.pointwise`."""
-    u = tl.abs(x)
-    rest = -0.4595262408256531 + u * (-0.052220940589904785 + u * (0.007229659240692854 - u * 0.0004925123648718))
-    return tl.exp2(-1.0000032186508179 + u * (-1.1510181427001953 + u * rest))
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -47,7 +41,7 @@ def _mix(  # type: ignore[no-untyped-def]
         w1 = tl.load(w1_ptr + units[:, None] * D + d[None, :])
         w2 = tl.load(w2_ptr + d[:, None] * HIDDEN + units[None, :])
         a = tl.dot(h, tl.trans(w1)) + tl.load(b1_ptr + units).to(tl.float32)[None, :]
-        active = tl.maximum(a, 0.0) - tl.abs(a) * _tail(a)
+        active = tl.maximum(a, 0.0) - tl.abs(a) * tail(a)
         out = tl.dot(active.to(tl.bfloat16), tl.trans(w2), out)
     out += tl.load(b2_ptr + d).to(tl.float32)[None, :]
     out += tl.load(x_ptr + places, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
