@@ -50,6 +50,20 @@ def test_the_kernel_equals_float64(
     assert error(active, right.detach()) < TOLERANCE if again else active.numel() == 0
 
 
+@pytest.mark.parametrize(("members", "rows", "width"), [(2, 64, 32), (3, 77, 80), (1, 301, 256)])
+def test_the_head_equals_float64(monkeypatch: pytest.MonkeyPatch, members: int, rows: int, width: int) -> None:
+    monkeypatch.setattr(kernel, "PROGRAMS", 4)
+    z, bias, weight = draw(members, rows, width).bfloat16(), draw(members, width), draw(members, width, scale=2.0)
+    grad = draw(members, rows)
+    wide = [t.double().requires_grad_() for t in (z, bias, weight)]
+    values = (F.mish(wide[0] + wide[1][:, None]) * wide[2][:, None]).sum(-1)
+    right = torch.autograd.grad(values, wide, grad.double())
+    dz, parts = kernel.head_back(z, bias, weight, grad)
+    assert error(dz, right[0]) < TOLERANCE
+    assert error(parts.sum(1)[:, 0], right[1]) < 1e-4
+    assert error(parts.sum(1)[:, 1], right[2]) < 1e-4
+
+
 def test_far_from_zero_the_slopes_are_0_and_1() -> None:
     z = torch.tensor([-1e4, -90.0, 90.0, 1e4], device=DEVICE).bfloat16().repeat(1, 5, 4)
     for kind in ACTIVATIONS:
@@ -63,6 +77,8 @@ def test_its_shapes_are_known_without_running_it() -> None:
     z, bias = draw(2, 77, 48).bfloat16(), draw(2, 48)
     for again in (True, False):
         torch.library.opcheck(kernel._parts, (z, bias, z, "mish", again), test_utils=("test_schema", "test_faketensor"))
+    given = (z, bias, bias, draw(2, 77))
+    torch.library.opcheck(kernel.head_back, given, test_utils=("test_schema", "test_faketensor"))
 
 
 def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -90,6 +106,27 @@ def test_a_layer_and_its_gradients_equal_float64(monkeypatch: pytest.MonkeyPatch
         assert error(got, expected) < TOLERANCE
 
 
+def head(x: Tensor, weight: Tensor, bias: Tensor, last: Tensor, shift: Tensor) -> Tensor:
+    out: Tensor = mlp._MishHead.apply(x, weight, bias, last, shift)  # type: ignore[no-untyped-call]
+    return out
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_head_and_its_gradients_equal_float64(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+    monkeypatch.setattr(mlp, "kernel", kernel)
+    x, weight, bias = draw(2, 77, 24).bfloat16(), draw(2, 24, 48, scale=0.2).bfloat16().float(), draw(2, 1, 48)
+    last, shift = draw(2, 48, 1), draw(2, 1, 1)
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias, last, shift)]
+    out = (torch.compile(head, backend="aot_eager") if compiled else head)(*leaves)
+    grad = draw(*out.shape)
+    found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    wide = [t.double().requires_grad_() for t in (x, weight, bias, last, shift)]
+    right = F.mish(wide[0] @ wide[1] + wide[2]) @ wide[3] + wide[4]
+    for got, expected in zip(found, [right.detach(), *torch.autograd.grad(right, wide, grad.double())], strict=True):
+        assert got.shape == expected.shape
+        assert error(got, expected) < TOLERANCE
+
+
 @pytest.mark.parametrize("rows", [512, 1024, 520])
 def test_a_product_by_pieces_is_the_whole_one(rows: int) -> None:
     x, dz = draw(3, rows, 16).double(), draw(3, rows, 32).double()
@@ -107,12 +144,14 @@ def test_critics_use_it_only_where_they_learn_in_a_compiled_step_in_bf16(monkeyp
 
     class Counted:
         @staticmethod
-        def apply(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        def apply(x: Tensor, weight: Tensor, bias: Tensor, *last: Tensor) -> Tensor:
             calls.append(weight.shape[-1])
-            return torch.bmm(x, weight.to(x.dtype)) + bias
+            y = torch.bmm(x, weight.to(x.dtype)) + bias
+            return y.float() @ last[0] + last[1] if last else y
 
     monkeypatch.setattr(mlp, "kernel", kernel)
     monkeypatch.setattr(mlp, "_MishLayer", Counted)
+    monkeypatch.setattr(mlp, "_MishHead", Counted)
     x = draw(6, 11) if ON_CUDA else draw(6, 11).as_subclass(OnCuda)
 
     def runs(narrow: bool = True, activation: str = "mish", width: int = 32, **how: Any) -> list[int]:
@@ -124,7 +163,7 @@ def test_critics_use_it_only_where_they_learn_in_a_compiled_step_in_bf16(monkeyp
 
     assert runs() == []  # not compiled
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert runs() == [32, 48]  # hidden layers, not the last
+    assert runs() == [32, 48]  # hidden layers, the second with the value behind it
     assert runs(width=40) == [48]
     assert runs(narrow=False) == runs(activation="gelu") == runs(frozen=True) == []
     with torch.no_grad():

@@ -87,6 +87,59 @@ def back(z: Tensor, bias: Tensor, grad: Tensor, kind: str, again: bool = True) -
     return dz, active, sums.sum(1)  # out here, where the compiler can join it with others of its size
 
 
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _head_back(  # type: ignore[no-untyped-def]
+    z_ptr, bias_ptr, weight_ptr, grad_ptr, dz_ptr, sums_ptr, count,
+    W: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    program, programs, member = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    places, known = rows[:, None] * W + columns[None, :], columns < W
+    bias = tl.load(bias_ptr + member * W + columns, mask=known, other=0.0)[None, :]
+    weight = tl.load(weight_ptr + member * W + columns, mask=known, other=0.0)[None, :]
+    biases, weights = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        start = (step * programs + program) * ROWS
+        first = member.to(tl.int64) * count + start
+        there = start + rows < count
+        inside = there[:, None] & known[None, :]
+        x = tl.load(z_ptr + first * W + places, mask=inside, other=0.0).to(tl.float32) + bias
+        grad = tl.load(grad_ptr + first + rows, mask=there, other=0.0)[:, None]
+        active, slope = _mish(x)
+        weights += grad * active
+        dz = grad * (weight * slope)
+        biases += dz
+        tl.store(dz_ptr + first * W + places, dz.to(tl.bfloat16), mask=inside)
+    sums = sums_ptr + (member * programs + program) * (2 * W) + columns
+    tl.store(sums, tl.sum(biases, 0), mask=known)
+    tl.store(sums + W, tl.sum(weights, 0), mask=known)
+
+
+@torch.library.custom_op("qpt::mish_head_back", mutates_args=())
+def head_back(z: Tensor, bias: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """Of values mish(z + bias) · weight: by their gradient [E, M] that of z [E, M, W], and parts [E, P, 2, W].
+
+    z in bf16, all else in float32; the parts' sum over P is the gradient of bias and of weight, each [E, W].
+    """
+    z, bias, weight, grad = z.contiguous(), bias.contiguous(), weight.contiguous(), grad.contiguous()
+    (members, count, width), (rows, columns, programs) = z.shape, _sizes(z)
+    dz, sums = _head_outputs(z)
+    sizes = {"W": width, "COLUMNS": columns, "ROWS": rows, "STEPS": triton.cdiv(count, rows * programs)}
+    _head_back[(programs, members)](z, bias, weight, grad, dz, sums, count, **sizes, **LAUNCH)
+    return dz, sums
+
+
+@head_back.register_fake
+def _(z: Tensor, bias: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return _head_outputs(z)
+
+
+def _head_outputs(z: Tensor) -> tuple[Tensor, Tensor]:
+    members, _, width = z.shape
+    dz = torch.empty_like(z, memory_format=torch.contiguous_format)
+    return dz, z.new_empty((members, _sizes(z)[2], 2, width), dtype=torch.float32)
+
+
 @torch.library.custom_op("qpt::activation_back", mutates_args=())
 def _parts(z: Tensor, bias: Tensor, grad: Tensor, kind: str, again: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The same with the sums of every program, [E, P, W]."""

@@ -84,6 +84,9 @@ def run(
     for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         if x.shape[-1] > weight.shape[1]:
             weight = F.pad(weight, (0, 0, 0, odd))
+        if i == layers - 2 and activation is mish and weights[-1].shape[-1] == 1 and _fits(x, weight):
+            values: Tensor = _MishHead.apply(x.bfloat16(), weight, bias, weights[-1], biases[-1])  # type: ignore[no-untyped-call]
+            return values
         if i < layers - 1 and activation is mish and _fits(x, weight):
             x = _MishLayer.apply(x.bfloat16(), weight, bias)  # type: ignore[no-untyped-call]
             continue
@@ -127,6 +130,24 @@ class _MishLayer(torch.autograd.Function):
         x, weight, bias, z = ctx.saved_tensors
         dz, _, sums = kernel.back(z, bias[:, 0], grad.bfloat16(), "mish", again=False)
         return torch.bmm(dz, weight.mT), _outer(x, dz), sums[:, None]
+
+
+class _MishHead(torch.autograd.Function):
+    """The last hidden layer and the value of every row, mish(x w + b) · v + c: [E, M, in] -> [E, M, 1] in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, last: Tensor, shift: Tensor) -> Tensor:
+        narrow = weight.bfloat16()
+        z = torch.bmm(x, narrow)
+        ctx.save_for_backward(x, narrow, bias, last, z)
+        return (fused_mish(z + bias) * last.mT).sum(-1, keepdim=True) + shift
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        x, weight, bias, last, z = ctx.saved_tensors
+        dz, parts = kernel.head_back(z, bias[:, 0], last[..., 0], grad[..., 0])
+        biases, lasts = parts.sum(1).unbind(1)
+        return torch.bmm(dz, weight.mT), _outer(x, dz), biases[:, None], lasts[..., None], grad.sum(1, keepdim=True)
 
 
 def _outer(x: Tensor, dz: Tensor, pieces: int = 8) -> Tensor:
