@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qpt.algorithms import base
+from qpt.algorithms import base, flat
 from qpt.algorithms.flat import PIECE, FlatAdam, joined, lay_out
 
 SHAPES = [(3, 5), (2,), (), (70, 90), (1, 1, 7), (4,)]  # odd sizes, a scalar, one of more than a piece
@@ -134,3 +134,16 @@ def test_on_cuda_adam_is_flat_and_descends_as_on_a_cpu() -> None:
             loss = torch.stack([(p - 1).square().sum() for p in these]).sum()
             base.descend(optimizer, loss, [list(these)], 0.5)
     assert_same([p.detach().as_subclass(Tensor) for p in own], plain)
+
+
+def test_our_kernels_take_float32_on_cuda_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnCuda(Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+    there = torch.zeros(4).as_subclass(OnCuda)
+    monkeypatch.setattr(flat, "kernel", object())
+    assert flat._fits(there)
+    assert not flat._fits(there.double())
+    assert not flat._fits(torch.zeros(4))
+    monkeypatch.setattr(flat, "kernel", None)
+    assert not flat._fits(there)

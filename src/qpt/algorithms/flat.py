@@ -1,18 +1,25 @@
 """Parameters side by side in one buffer, so that what an optimiser does to them is a few large kernels.
 
 PyTorch's kernels for lists of tensors give one block of threads up to 65,536 numbers: a layer of 256 × 256 keeps one
-block busy for 35 µs while the rest of a GPU has nothing to do, and clipping and moving averages do so again. A CPU
-gains nothing by it and keeps PyTorch's own Adam.
+block busy for 35 µs while the rest of a GPU has nothing to do, and clipping and moving averages do so again. Where
+Triton is there, two kernels do all that clipping and Adam do to a buffer. A CPU gains nothing by it and keeps PyTorch's
+own Adam.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+if torch.cuda.is_available() and importlib.util.find_spec("triton"):
+    from qpt.algorithms import flat_kernel as kernel
+else:
+    kernel = None  # type: ignore[assignment]
 
 ALIGNED = 4  # numbers; compiled kernels expect tensors to begin at whole 16 bytes
 PIECE = 4096  # numbers that one block of threads updates
@@ -51,7 +58,7 @@ def joined(one: Sequence[Tensor], other: Sequence[Tensor]) -> Iterator[tuple[Ten
 
 
 class FlatAdam(torch.optim.Optimizer):
-    """AdamW by PyTorch's fused kernel over one buffer; checkpoints hold what `torch.optim.AdamW` would write."""
+    """AdamW over one buffer, by our kernels or PyTorch's; checkpoints hold what `torch.optim.AdamW` would write."""
 
     def __init__(
         self, parameters: list[nn.Parameter], lr: float, *, weight_decay: float, betas: tuple[float, float]
@@ -62,7 +69,10 @@ class FlatAdam(torch.optim.Optimizer):
         buffer = lay_out(parameters)
         self._moments = {name: torch.zeros_like(buffer) for name in ("exp_avg", "exp_avg_sq")}
         self._count = torch.zeros((), device=device)
-        self._pieces = [torch.split(x, PIECE) for x in (buffer, *self._moments.values())]
+        self._buffers = (buffer, *self._moments.values())
+        self._pieces = [torch.split(x, PIECE) for x in self._buffers]
+        self._gap = torch.zeros(ALIGNED, dtype=buffer.dtype, device=device)
+        self._blocks: dict[tuple[int, ...], Tensor] = {}
         self._expose()
 
     def _expose(self) -> None:
@@ -89,17 +99,35 @@ class FlatAdam(torch.optim.Optimizer):
         for gradient in gradients:
             parts.append(gradient.reshape(-1))
             if odd := _room(gradient) - gradient.numel():
-                parts.append(gradient.new_zeros(odd))
+                parts.append(self._gap[:odd])
         gradient = torch.cat(parts)
-        norms: list[Tensor] = []
-        ends = list(accumulate(sizes))
-        for first, end in zip([0, *ends], ends, strict=False):
-            start = sum(map(_room, gradients[:first]))
-            group = gradient[start : start + sum(map(_room, gradients[first:end]))]
-            if clip:
-                norms.append(torch.linalg.vector_norm(group))
-                group.mul_((clip / (norms[-1] + 1e-6)).clamp(max=1.0))
+        starts = [0, *accumulate(map(_room, gradients))]
+        bounds = tuple(starts[place] for place in accumulate(sizes, initial=0))
         self._count += 1
+        if not _fits(gradient):
+            return self._step_by_pytorch(gradient, bounds, clip)
+        if bounds not in self._blocks:  # in the first steps of a run, before any is captured
+            self._blocks[bounds] = kernel.table(bounds, gradient.device)
+        settings = self.param_groups[0]
+        return kernel.adamw(
+            self._buffers,
+            gradient,
+            self._blocks[bounds],
+            len(sizes),
+            count=self._count,
+            lr=settings["lr"],
+            betas=settings["betas"],
+            weight_decay=settings["weight_decay"],
+            eps=settings["eps"],
+            clip=clip,
+        )
+
+    def _step_by_pytorch(self, gradient: Tensor, bounds: Sequence[int], clip: float | None) -> list[Tensor]:
+        norms: list[Tensor] = []
+        if clip:
+            for start, end in pairwise(bounds):
+                norms.append(torch.linalg.vector_norm(gradient[start:end]))
+                gradient[start:end].mul_((clip / (norms[-1] + 1e-6)).clamp(max=1.0))
         values, means, squares = self._pieces
         settings = self.param_groups[0]
         torch._fused_adamw_(
@@ -118,6 +146,11 @@ class FlatAdam(torch.optim.Optimizer):
             maximize=False,
         )
         return norms
+
+
+def _fits(gradient: Tensor) -> bool:
+    """Whether our own kernels can make the step."""
+    return kernel is not None and gradient.is_cuda and gradient.dtype is torch.float32
 
 
 def _room(tensor: Tensor) -> int:
