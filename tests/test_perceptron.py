@@ -102,7 +102,8 @@ def test_training_and_its_gradients_equal_float64(count: int, width: int, rate: 
     got.backward(grad)
     right.backward(grad.double())
     for leaf, expected in zip(leaves, wide, strict=True):
-        assert leaf.grad is not None and expected.grad is not None
+        assert leaf.grad is not None
+        assert expected.grad is not None
         assert leaf.grad.dtype is leaf.dtype
         assert error(leaf.grad, expected.grad) < TOLERANCE
 

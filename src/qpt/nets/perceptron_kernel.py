@@ -20,7 +20,7 @@ from qpt.nets.pointwise import kept, limit, narrow_gelu, narrow_gelu_back
 
 ROWS, CHUNK = 64, 64  # rows of a tile, hidden units of a chunk
 LAUNCH: dict[str, Any] = {"num_warps": 4, "num_stages": 3}
-SAVING = LAUNCH | {"num_stages": 2}  # what is written passes through shared memory, of which an SM has to hold two tiles
+SAVING = LAUNCH | {"num_stages": 2}  # what it writes takes shared memory, which has to last for two tiles
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -145,8 +145,7 @@ def _back(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     dx = scale * (dunit - dunit.mean(-1, keepdim=True) - unit * along) + grad.reshape(wide.shape)
     small = (dnormed * unit, dnormed, da, dz)
     dgain, dshift, db1, db2 = (
-        each.sum(0, dtype=torch.float32).to(kind.dtype)
-        for each, kind in zip(small, (gain, shift, b1, b2), strict=True)
+        each.sum(0, dtype=torch.float32).to(kind.dtype) for each, kind in zip(small, (gain, shift, b1, b2), strict=True)
     )
     dx = dx.to(x.dtype).view(x.shape)
     return dx, dgain, dshift, da.mT @ normed, db1, dz.mT @ narrow_gelu(a), db2, None, None, None
