@@ -133,7 +133,7 @@ def _back(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     """Products of bf16, all else in float32; the norm is computed again, which costs less than to read it."""
     x, gain, shift, w1, b1, w2, b2, seed, a = ctx.saved_tensors
     dz = torch.where(kept(grad, seed, ctx.rate), grad * (1 / (1 - ctx.rate)), 0.0) if ctx.rate else grad
-    dz, a, wide = dz.reshape(-1, dz.shape[-1]), a.flatten(0, -2), x.float().reshape(-1, x.shape[-1])
+    dz, a, wide = dz.reshape(-1, dz.shape[-1]), a.reshape(-1, a.shape[-1]), x.float().reshape(-1, x.shape[-1])
     da = narrow_gelu_back(a, dz @ w2)
     centred = wide - wide.mean(-1, keepdim=True)
     scale = torch.rsqrt((centred * centred).mean(-1, keepdim=True) + ctx.eps)
