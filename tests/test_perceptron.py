@@ -34,11 +34,12 @@ def seeded(number: int) -> Tensor:
     return torch.tensor([number], dtype=torch.int32, device=DEVICE)
 
 
-def plain(mask: Tensor | float, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """The half block, with dropout's factors, and what goes into its activation."""
+def plain(mask: Tensor | float, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    """The half block, with dropout's factors, and what is in between: normed, before and after the activation."""
     x, gain, shift, w1, b1, w2, b2 = inputs
-    a = F.linear(F.layer_norm(x, x.shape[-1:], gain, shift), w1, b1)
-    return x + mask * F.linear(F.gelu(a), w2, b2), a
+    normed = F.layer_norm(x, x.shape[-1:], gain, shift)
+    a = F.linear(normed, w1, b1)
+    return x + mask * F.linear(F.gelu(a), w2, b2), normed, a, F.gelu(a)
 
 
 def error(got: Tensor, right: Tensor) -> float:
@@ -87,20 +88,21 @@ def test_training_and_its_gradients_equal_float64(count: int, width: int, rate: 
     inputs[0] = inputs[0].unflatten(0, (2, -1))
     mask = pointwise.kept(inputs[0], seed, rate).double() / (1 - rate)
 
-    def fast(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-        out, a = kernel.perceptron_train(*leaves, seed, 1e-5, rate)
-        return out, a
+    def fast(*leaves: Tensor) -> tuple[Tensor, ...]:
+        results: tuple[Tensor, ...] = kernel.perceptron_train(*leaves, seed, 1e-5, rate)
+        return results
 
     fast = torch.compile(fast, backend="aot_eager") if compiled else fast
     leaves = [each.clone().requires_grad_() for each in inputs]
     wide = [each.double().requires_grad_() for each in inputs]
-    (got, a), (right, a_right) = fast(*leaves), plain(mask, wide)
-    assert (got.dtype, a.dtype, a.requires_grad) == (torch.bfloat16, torch.bfloat16, False)
-    assert error(got, right) < TOLERANCE
-    assert error(a, a_right) < TOLERANCE
-    grad = torch.randn(got.shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)
-    got.backward(grad)
-    right.backward(grad.double())
+    got, right = fast(*leaves), plain(mask, wide)
+    assert [each.requires_grad for each in got] == [True, False, False, False]
+    for one, other in zip(got, right, strict=True):
+        assert one.dtype is torch.bfloat16
+        assert error(one, other) < TOLERANCE
+    grad = torch.randn(got[0].shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)
+    got[0].backward(grad)
+    right[0].backward(grad.double())
     for leaf, expected in zip(leaves, wide, strict=True):
         assert leaf.grad is not None
         assert expected.grad is not None
@@ -126,9 +128,9 @@ def test_a_block_uses_it_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
             return x
 
         @staticmethod
-        def perceptron_train(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        def perceptron_train(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
             calls.append(rest[-1])  # the rate
-            return x, x
+            return x, x, x, x
 
     monkeypatch.setattr(perceptron, "kernel", Counted)
 

@@ -2,8 +2,9 @@
 
 The hidden layer is four times as wide as the stream, so that its activations, written and read again around every
 product, cost more time than the products. The kernel keeps them on the chip: it reads x and writes y. In training it
-also writes what goes into the activation, once; the backward pass needs that in memory, and would gain nothing by a
-kernel. It is plain torch, of many passes over memory unless it is compiled: elsewhere, training has PyTorch's own.
+also writes them, while it computes the next ones: the backward pass needs them in memory. That pass would gain nothing
+by a kernel; it is plain torch, which reads and writes much unless it is compiled, so that a step which is not compiled
+has PyTorch's own throughout.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def mix(x: Tensor, norm: nn.LayerNorm, mlp: nn.Sequential) -> Tensor:
     given = (x, norm.weight, norm.bias, first.weight.to(x.dtype), first.bias, second.weight.to(x.dtype), second.bias)
     out: Tensor
     if learning:
-        out, _ = kernel.perceptron_train(*given, draw_seed(x, dropout), norm.eps, dropout)
+        out = kernel.perceptron_train(*given, draw_seed(x, dropout), norm.eps, dropout)[0]
     else:
         out = kernel.perceptron(*given, norm.eps)
     return out

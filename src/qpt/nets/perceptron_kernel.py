@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qpt.nets.hash_kernel import hashed
-from qpt.nets.pointwise import kept, limit, narrow_gelu, narrow_gelu_back
+from qpt.nets.pointwise import kept, limit, narrow_gelu_back
 
 ROWS, CHUNK = 64, 64  # rows of a tile, hidden units of a chunk
 LAUNCH: dict[str, Any] = {"num_warps": 4, "num_stages": 3}
@@ -33,7 +33,8 @@ def _tail(x):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _mix(  # type: ignore[no-untyped-def]
-    x_ptr, gain_ptr, shift_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, seed_ptr, out_ptr, a_ptr, count, eps, scale, limit,
+    x_ptr, gain_ptr, shift_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, seed_ptr, out_ptr, h_ptr, a_ptr, active_ptr,
+    count, eps, scale, limit,
     D: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     DROPOUT: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
@@ -47,17 +48,20 @@ def _mix(  # type: ignore[no-untyped-def]
     h = centred / tl.sqrt(tl.sum(centred * centred, 1) / D + eps)[:, None]
     h = h * tl.load(gain_ptr + d).to(tl.float32)[None, :] + tl.load(shift_ptr + d).to(tl.float32)[None, :]
     h = h.to(tl.bfloat16)
+    if SAVE:
+        tl.store(h_ptr + places, h, mask=inside)
     out = tl.zeros((ROWS, D), tl.float32)
     for start in tl.range(0, HIDDEN, CHUNK):
         units = start + tl.arange(0, CHUNK)
         w1 = tl.load(w1_ptr + units[:, None] * D + d[None, :])
         w2 = tl.load(w2_ptr + d[:, None] * HIDDEN + units[None, :])
         a = tl.dot(h, tl.trans(w1)) + tl.load(b1_ptr + units).to(tl.float32)[None, :]
+        active = (tl.maximum(a, 0.0) - tl.abs(a) * _tail(a)).to(tl.bfloat16)
         if SAVE:
-            target = a_ptr + program.to(tl.int64) * (ROWS * HIDDEN) + rows[:, None] * HIDDEN + units[None, :]
-            tl.store(target, a.to(tl.bfloat16), mask=inside)
-        active = tl.maximum(a, 0.0) - tl.abs(a) * _tail(a)
-        out = tl.dot(active.to(tl.bfloat16), tl.trans(w2), out)
+            targets = program.to(tl.int64) * (ROWS * HIDDEN) + rows[:, None] * HIDDEN + units[None, :]
+            tl.store(a_ptr + targets, a.to(tl.bfloat16), mask=inside)
+            tl.store(active_ptr + targets, active, mask=inside)
+        out = tl.dot(active, tl.trans(w2), out)
     out += tl.load(b2_ptr + d).to(tl.float32)[None, :]
     if DROPOUT:
         first = (tl.load(seed_ptr) + program * (ROWS * D)).to(tl.uint32)
@@ -68,19 +72,19 @@ def _mix(  # type: ignore[no-untyped-def]
 
 
 def _run(
-    x: Tensor, w1: Tensor, w2: Tensor, small: tuple[Tensor, ...], seed: Tensor | None, a: Tensor | None, eps: float,
-    rate: float,
+    x: Tensor, w1: Tensor, w2: Tensor, small: tuple[Tensor, ...], seed: Tensor | None, saved: tuple[Tensor, ...] | None,
+    eps: float, rate: float,
 ) -> Tensor:  # fmt: skip
-    """Fills `a`, where it is given."""
+    """Fills what is to be saved, where it is given."""
     gain, shift, b1, b2 = small
     x, w1, w2 = x.contiguous(), w1.contiguous(), w2.contiguous()
     (hidden, width), out = w1.shape, torch.empty_like(x)
     count = x.numel() // width
     sizes = {"D": width, "HIDDEN": hidden, "ROWS": ROWS, "CHUNK": min(CHUNK, hidden)}
-    flags = {"DROPOUT": rate > 0, "SAVE": a is not None}
+    flags = {"DROPOUT": rate > 0, "SAVE": saved is not None}
     _mix[(-(-count // ROWS),)](
-        x, gain, shift, w1, b1, w2, b2, seed, out, a, count, eps, 1 / (1 - rate), limit(rate),
-        **sizes, **flags, **(LAUNCH if a is None else SAVING),
+        x, gain, shift, w1, b1, w2, b2, seed, out, *(saved or (None, None, None)),
+        count, eps, 1 / (1 - rate), limit(rate), **sizes, **flags, **(SAVING if saved else LAUNCH),
     )  # fmt: skip
     return out
 
@@ -108,47 +112,57 @@ def _(x: Tensor, gain: Tensor, shift: Tensor, w1: Tensor, b1: Tensor, w2: Tensor
 def perceptron_train(
     x: Tensor, gain: Tensor, shift: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, seed: Tensor, eps: float,
     rate: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x + dropout(gelu(a) w2ᵀ + b2) [..., D], and a = norm(x) w1ᵀ + b1 [..., H] for the backward pass alone."""
-    a = x.new_empty((*x.shape[:-1], w1.shape[0]))
-    return _run(x, w1, w2, (gain, shift, b1, b2), seed, a, eps, rate), a
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """x + dropout(gelu(a) w2ᵀ + b2), and for the backward pass alone norm(x), a = norm(x) w1ᵀ + b1, and gelu(a)."""
+    saved = _to_save(x, w1)
+    return _run(x, w1, w2, (gain, shift, b1, b2), seed, saved, eps, rate), *saved
 
 
 @perceptron_train.register_fake
 def _(
     x: Tensor, gain: Tensor, shift: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, seed: Tensor, eps: float,
     rate: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return out, x.new_empty((*x.shape[:-1], w1.shape[0]))
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return torch.empty_like(x, memory_format=torch.contiguous_format), *_to_save(x, w1)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _to_save(x: Tensor, w1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    wide = (*x.shape[:-1], w1.shape[0])
+    return x.new_empty(x.shape), x.new_empty(wide), x.new_empty(wide)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, gain, shift, w1, b1, w2, b2, seed, ctx.eps, ctx.rate = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(x, gain, shift, w1, b1, w2, b2, seed, output[1])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(x, gain, shift, w1, b1, w2, b2, seed, *output[1:])
 
 
-def _back(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-    """Products of bf16, all else in float32; the norm is computed again, which costs less than to read it."""
-    x, gain, shift, w1, b1, w2, b2, seed, a = ctx.saved_tensors
+def _back(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+    """Products of bf16, all else in float32."""
+    x, gain, shift, w1, b1, w2, b2, seed, normed, a, active = ctx.saved_tensors
     dz = torch.where(kept(grad, seed, ctx.rate), grad * (1 / (1 - ctx.rate)), 0.0) if ctx.rate else grad
-    dz, a, wide = dz.reshape(-1, dz.shape[-1]), a.reshape(-1, a.shape[-1]), x.float().reshape(-1, x.shape[-1])
+    grad, dz, normed, a, active, wide = (_rows(each) for each in (grad, dz, normed, a, active, x.float()))
     da = narrow_gelu_back(a, dz @ w2)
-    centred = wide - wide.mean(-1, keepdim=True)
-    scale = torch.rsqrt((centred * centred).mean(-1, keepdim=True) + ctx.eps)
-    unit = centred * scale
-    normed = (unit * gain + shift).to(x.dtype)
     dnormed = (da @ w1).float()
-    dunit = dnormed * gain
-    along = (dunit * unit).mean(-1, keepdim=True)
-    dx = scale * (dunit - dunit.mean(-1, keepdim=True) - unit * along) + grad.reshape(wide.shape)
+    dx, unit = _norm_back(wide, dnormed * gain, ctx.eps)
     small = (dnormed * unit, dnormed, da, dz)
     dgain, dshift, db1, db2 = (
         each.sum(0, dtype=torch.float32).to(kind.dtype) for each, kind in zip(small, (gain, shift, b1, b2), strict=True)
     )
-    dx = dx.to(x.dtype).view(x.shape)
-    return dx, dgain, dshift, da.mT @ normed, db1, dz.mT @ narrow_gelu(a), db2, None, None, None
+    dx = (grad + dx).to(x.dtype).view(x.shape)
+    return dx, dgain, dshift, da.mT @ normed, db1, dz.mT @ active, db2, None, None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _norm_back(x: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The gradient of rows from that of what they are normed to, and the latter, computed again."""
+    centred = x - x.mean(-1, keepdim=True)
+    scale = torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps)
+    unit = centred * scale
+    return scale * (grad - grad.mean(-1, keepdim=True) - unit * (grad * unit).mean(-1, keepdim=True)), unit
 
 
 perceptron_train.register_autograd(_back, setup_context=_keep)

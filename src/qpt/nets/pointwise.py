@@ -77,13 +77,6 @@ def _tail(u: Tensor) -> Tensor:
     return torch.exp2(-1.0000032186508179 + u * (-1.1510181427001953 + u * rest))
 
 
-def narrow_gelu(x: Tensor) -> Tensor:
-    """GELU of bf16, computed in float32."""
-    wide = x.float()
-    u = wide.abs()
-    return (wide.clamp(min=0) - u * _tail(u)).bfloat16()
-
-
 def narrow_gelu_back(x: Tensor, grad: Tensor) -> Tensor:
     """A gradient times the slope of GELU at x, in bf16."""
     wide = x.float()
@@ -94,10 +87,15 @@ def narrow_gelu_back(x: Tensor, grad: Tensor) -> Tensor:
 
 
 class _FusedGelu(torch.autograd.Function):
+    """Of bf16, computed in float32."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        wide = x.float()
+        u = wide.abs()
+        y = (wide.clamp(min=0) - u * _tail(u)).bfloat16()
         ctx.save_for_backward(x)
-        return narrow_gelu(x)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
