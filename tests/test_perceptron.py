@@ -96,8 +96,8 @@ def test_training_and_its_gradients_equal_float64(count: int, width: int, rate: 
     leaves = [each.clone().requires_grad_() for each in inputs]
     wide = [each.double().requires_grad_() for each in inputs]
     got, right = fast(*leaves), plain(mask, wide)
-    assert [each.requires_grad for each in got] == [True, False, False, False]
-    for one, other in zip(got, right, strict=True):
+    assert [each.requires_grad for each in got] == [True] + 5 * [False]
+    for one, other in zip((got[0], *got[3:]), right, strict=True):
         assert one.dtype is torch.bfloat16
         assert error(one, other) < TOLERANCE
     grad = torch.randn(got[0].shape, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)
@@ -130,7 +130,7 @@ def test_a_block_uses_it_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
         @staticmethod
         def perceptron_train(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
             calls.append(rest[-1])  # the rate
-            return x, x, x, x
+            return (x,)
 
     monkeypatch.setattr(perceptron, "kernel", Counted)
 

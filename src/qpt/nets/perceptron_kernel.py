@@ -33,8 +33,8 @@ def _tail(x):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _mix(  # type: ignore[no-untyped-def]
-    x_ptr, gain_ptr, shift_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, seed_ptr, out_ptr, h_ptr, a_ptr, active_ptr,
-    count, eps, scale, limit,
+    x_ptr, gain_ptr, shift_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, seed_ptr, out_ptr,
+    mean_ptr, scale_ptr, h_ptr, a_ptr, active_ptr, count, eps, factor, limit,
     D: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     DROPOUT: tl.constexpr, SAVE: tl.constexpr,
 ):  # fmt: skip
@@ -44,11 +44,16 @@ def _mix(  # type: ignore[no-untyped-def]
     inside = (program * ROWS + rows < count)[:, None]
     # Read twice, with different hints so that the compiler does not make it once and hold the tile all the while.
     x = tl.load(x_ptr + places, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
-    centred = x - (tl.sum(x, 1) / D)[:, None]
-    h = centred / tl.sqrt(tl.sum(centred * centred, 1) / D + eps)[:, None]
+    mean = tl.sum(x, 1) / D
+    centred = x - mean[:, None]
+    scale = 1 / tl.sqrt(tl.sum(centred * centred, 1) / D + eps)
+    h = centred * scale[:, None]
     h = h * tl.load(gain_ptr + d).to(tl.float32)[None, :] + tl.load(shift_ptr + d).to(tl.float32)[None, :]
     h = h.to(tl.bfloat16)
     if SAVE:
+        row = program * ROWS + rows
+        tl.store(mean_ptr + row, mean, mask=row < count)
+        tl.store(scale_ptr + row, scale, mask=row < count)
         tl.store(h_ptr + places, h, mask=inside)
     out = tl.zeros((ROWS, D), tl.float32)
     for start in tl.range(0, HIDDEN, CHUNK):
@@ -66,7 +71,7 @@ def _mix(  # type: ignore[no-untyped-def]
     if DROPOUT:
         first = (tl.load(seed_ptr) + program * (ROWS * D)).to(tl.uint32)
         numbers = (first + (rows * D).to(tl.uint32))[:, None] + d[None, :].to(tl.uint32)
-        out = tl.where(hashed(numbers) >= limit, out * scale, 0.0)
+        out = tl.where(hashed(numbers) >= limit, out * factor, 0.0)
     out += tl.load(x_ptr + places, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
     tl.store(out_ptr + places, out.to(tl.bfloat16), mask=inside)
 
@@ -83,7 +88,7 @@ def _run(
     sizes = {"D": width, "HIDDEN": hidden, "ROWS": ROWS, "CHUNK": min(CHUNK, hidden)}
     flags = {"DROPOUT": rate > 0, "SAVE": saved is not None}
     _mix[(-(-count // ROWS),)](
-        x, gain, shift, w1, b1, w2, b2, seed, out, *(saved or (None, None, None)),
+        x, gain, shift, w1, b1, w2, b2, seed, out, *(saved or [None] * 5),
         count, eps, 1 / (1 - rate), limit(rate), **sizes, **flags, **(SAVING if saved else LAUNCH),
     )  # fmt: skip
     return out
@@ -112,8 +117,11 @@ def _(x: Tensor, gain: Tensor, shift: Tensor, w1: Tensor, b1: Tensor, w2: Tensor
 def perceptron_train(
     x: Tensor, gain: Tensor, shift: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, seed: Tensor, eps: float,
     rate: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """x + dropout(gelu(a) w2ᵀ + b2), and for the backward pass alone norm(x), a = norm(x) w1ᵀ + b1, and gelu(a)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """x + dropout(gelu(a) w2ᵀ + b2) with a = n w1ᵀ + b1 and n = norm(x).
+
+    For the backward pass alone, also the means of rows, the factors that bring them to variance 1, n, a and gelu(a).
+    """
     saved = _to_save(x, w1)
     return _run(x, w1, w2, (gain, shift, b1, b2), seed, saved, eps, rate), *saved
 
@@ -122,13 +130,14 @@ def perceptron_train(
 def _(
     x: Tensor, gain: Tensor, shift: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, seed: Tensor, eps: float,
     rate: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return torch.empty_like(x, memory_format=torch.contiguous_format), *_to_save(x, w1)
 
 
-def _to_save(x: Tensor, w1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    wide = (*x.shape[:-1], w1.shape[0])
-    return x.new_empty(x.shape), x.new_empty(wide), x.new_empty(wide)
+def _to_save(x: Tensor, w1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    each, wide = (*x.shape[:-1], 1), (*x.shape[:-1], w1.shape[0])
+    mean, scale = x.new_empty(each, dtype=torch.float32), x.new_empty(each, dtype=torch.float32)
+    return mean, scale, x.new_empty(x.shape), x.new_empty(wide), x.new_empty(wide)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -139,30 +148,20 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _back(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
     """Products of bf16, all else in float32."""
-    x, gain, shift, w1, b1, w2, b2, seed, normed, a, active = ctx.saved_tensors
+    x, gain, shift, w1, b1, w2, b2, seed, mean, scale, normed, a, active = ctx.saved_tensors
     dz = torch.where(kept(grad, seed, ctx.rate), grad * (1 / (1 - ctx.rate)), 0.0) if ctx.rate else grad
-    grad, dz, normed, a, active, wide = (_rows(each) for each in (grad, dz, normed, a, active, x.float()))
+    grad, dz, mean, scale, normed, a, active, rows = map(_rows, (grad, dz, mean, scale, normed, a, active, x))
     da = narrow_gelu_back(a, dz @ w2)
-    dnormed = (da @ w1).float()
-    dx, unit = _norm_back(wide, dnormed * gain, ctx.eps)
-    small = (dnormed * unit, dnormed, da, dz)
-    dgain, dshift, db1, db2 = (
-        each.sum(0, dtype=torch.float32).to(kind.dtype) for each, kind in zip(small, (gain, shift, b1, b2), strict=True)
-    )
+    wide = ((da @ w1).float(), rows.float(), gain.shape, mean, scale, gain.float(), shift.float())
+    dx, dgain, dshift = torch.ops.aten.native_layer_norm_backward(*wide, [True, True, True])
+    db1, db2 = da.sum(0, dtype=torch.float32), dz.sum(0, dtype=torch.float32)
     dx = (grad + dx).to(x.dtype).view(x.shape)
+    dgain, dshift, db1, db2 = dgain.to(gain.dtype), dshift.to(shift.dtype), db1.to(b1.dtype), db2.to(b2.dtype)
     return dx, dgain, dshift, da.mT @ normed, db1, dz.mT @ active, db2, None, None, None
 
 
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
-
-
-def _norm_back(x: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The gradient of rows from that of what they are normed to, and the latter, computed again."""
-    centred = x - x.mean(-1, keepdim=True)
-    scale = torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps)
-    unit = centred * scale
-    return scale * (grad - grad.mean(-1, keepdim=True) - unit * (grad * unit).mean(-1, keepdim=True)), unit
 
 
 perceptron_train.register_autograd(_back, setup_context=_keep)
