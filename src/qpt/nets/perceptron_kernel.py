@@ -147,17 +147,17 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _back(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-    """Products of bf16, all else in float32."""
+    """Products of bf16, all else in float32; in x's own shape, which lets a compiled step fuse it with what is around."""
     x, gain, shift, w1, b1, w2, b2, seed, mean, scale, normed, a, active = ctx.saved_tensors
     dz = torch.where(kept(grad, seed, ctx.rate), grad * (1 / (1 - ctx.rate)), 0.0) if ctx.rate else grad
-    grad, dz, mean, scale, normed, a, active, rows = map(_rows, (grad, dz, mean, scale, normed, a, active, x))
     da = narrow_gelu_back(a, dz @ w2)
-    wide = ((da @ w1).float(), rows.float(), gain.shape, mean, scale, gain.float(), shift.float())
+    wide = ((da @ w1).float(), x.float(), gain.shape, mean, scale, gain.float(), shift.float())
     dx, dgain, dshift = torch.ops.aten.native_layer_norm_backward(*wide, [True, True, True])
+    dz, da = _rows(dz), _rows(da)
     db1, db2 = da.sum(0, dtype=torch.float32), dz.sum(0, dtype=torch.float32)
-    dx = (grad + dx).to(x.dtype).view(x.shape)
-    dgain, dshift, db1, db2 = dgain.to(gain.dtype), dshift.to(shift.dtype), db1.to(b1.dtype), db2.to(b2.dtype)
-    return dx, dgain, dshift, da.mT @ normed, db1, dz.mT @ active, db2, None, None, None
+    dw1, dw2 = da.mT @ _rows(normed), dz.mT @ _rows(active)
+    small = (dgain.to(gain.dtype), dshift.to(shift.dtype), dw1, db1.to(b1.dtype), dw2, db2.to(b2.dtype))
+    return grad + dx.to(x.dtype), *small, None, None, None
 
 
 def _rows(x: Tensor) -> Tensor:
