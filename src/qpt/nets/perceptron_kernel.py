@@ -141,13 +141,13 @@ def _to_save(x: Tensor, w1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Ten
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, gain, shift, w1, b1, w2, b2, seed, ctx.eps, ctx.rate = inputs
+    *given, _, ctx.rate = inputs
     ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(x, gain, shift, w1, b1, w2, b2, seed, *output[1:])
+    ctx.save_for_backward(*given, *output[1:])
 
 
 def _back(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-    """Products of bf16, all else in float32; in x's own shape, which lets a compiled step fuse it with what is around."""
+    """Products of bf16, else float32; in the shape of x, so that a compiled step fuses it with its surroundings."""
     x, gain, shift, w1, b1, w2, b2, seed, mean, scale, normed, a, active = ctx.saved_tensors
     dz = torch.where(kept(grad, seed, ctx.rate), grad * (1 / (1 - ctx.rate)), 0.0) if ctx.rate else grad
     da = narrow_gelu_back(a, dz @ w2)
