@@ -159,7 +159,7 @@ TOLERANCE: dict[str, tuple[tuple[float, float], ...]] = {
     "fp32": ((1e-5, 1e-2), (1e-4, 1e-2), (1e-3, 1e-2)),
     "bf16": ((1e-2, 2e-1), (1e-2, 5e-2), (1e-2, 5e-2)),
 }
-SMALL = replace(DEMO, batch_size=32, width=32, context=4, critic_width=32)
+SMALL = replace(DEMO, batch_size=32, width=32, heads=2, context=4, critic_width=32)  # heads as wide as the paper's
 
 
 def weights_of(run: Training) -> torch.Tensor:

@@ -135,23 +135,11 @@ def _back(ctx: Any, grad: Tensor, *_unused: Any) -> tuple[Any, ...]:
     x, gain, w1, w2, seed, normed, a, active = ctx.saved_tensors
     dz = torch.where(kept(grad, seed, ctx.rate), grad * (1 / (1 - ctx.rate)), 0.0) if ctx.rate else grad
     dz, normed, a, active = (_rows(each) for each in (dz, normed, a, active))
-    da, _again, db1 = back(
-        a[None], a.new_zeros(1, a.shape[1], dtype=torch.float32), (dz @ w2)[None], "gelu", again=False
-    )
+    nothing = a.new_zeros(1, a.shape[1], dtype=torch.float32)  # b1 is in a already
+    da, _again, db1 = back(a[None], nothing, (dz @ w2)[None], "gelu", again=False)
     dx, parts = norm_back((da[0] @ w1).view(x.shape), x, gain, grad, ctx.eps)
-    dgain, dshift = parts.sum(0)
-    return (
-        dx,
-        dgain,
-        dshift,
-        da[0].mT @ normed,
-        db1[0],
-        dz.mT @ active,
-        dz.sum(0, dtype=torch.float32),
-        None,
-        None,
-        None,
-    )
+    dw1, dw2, db2 = da[0].mT @ normed, dz.mT @ active, dz.sum(0, dtype=torch.float32)
+    return dx, *parts.sum(0), dw1, db1[0], dw2, db2, None, None, None
 
 
 def _rows(x: Tensor) -> Tensor:
