@@ -15,9 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qpt.nets.hash_kernel import hashed
-from qpt.nets.pointwise import limit
-
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -25,7 +22,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def _kept(seed, program, rows, columns, limit):  # type: ignore[no-untyped-def]
     """Which attention weights stay: a hash of (seed, program, place), several times cheaper than Philox."""
     x = (seed + program * 16384 + rows * 128)[:, None].to(tl.uint32) + columns[None, :].to(tl.uint32)
-    return hashed(x) >= limit
+    x = x * 0x9E3779B1
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x.to(tl.int32, bitcast=True) >= limit
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -197,7 +197,8 @@ def _backward_all(  # type: ignore[no-untyped-def]
 
 
 def _drop(rate: float) -> tuple[float, int]:
-    return rate, limit(rate)
+    """A rate, and the 32-bit number (with its sign) that as large a share of all lies below."""
+    return rate, int(rate * 2**32) - 2**31
 
 
 def _cut(length: int) -> tuple[int, int]:

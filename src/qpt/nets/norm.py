@@ -49,6 +49,6 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x, gain = ctx.saved_tensors
-        dx, parts = kernel.norm_back(grad, x, gain, None, ctx.eps)
+        dx, parts = kernel.norm_back(grad, x, gain, ctx.eps)
         gains, shifts = parts.sum(0)
         return dx, gains, shifts, None

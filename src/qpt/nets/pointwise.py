@@ -82,15 +82,6 @@ def _tail(u: Tensor) -> Tensor:
     return torch.exp2(-1.0000032186508179 + u * (-1.1510181427001953 + u * rest))
 
 
-def narrow_gelu_back(x: Tensor, grad: Tensor) -> Tensor:
-    """A gradient times the slope of GELU at x, in bf16."""
-    wide = x.float()
-    tail = _tail(wide.abs())
-    below = torch.where(wide < 0, tail, 1 - tail)
-    slope = below + DENSITY * wide * torch.exp2(-0.5 * LOG2_E * wide * wide)
-    return (grad.float() * slope).bfloat16()
-
-
 class _FusedGelu(torch.autograd.Function):
     """Of bf16, computed in float32."""
 
@@ -105,7 +96,12 @@ class _FusedGelu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return narrow_gelu_back(x, grad)
+        wide = x.float()
+        tail = _tail(wide.abs())
+        below = torch.where(wide < 0, tail, 1 - tail)
+        slope = below + DENSITY * wide * torch.exp2(-0.5 * LOG2_E * wide * wide)
+        passed: Tensor = grad.float() * slope
+        return passed.bfloat16()
 
 
 class _Mish(torch.autograd.Function):
@@ -138,38 +134,15 @@ class Dropout(nn.Module):
             return x
         if not (x.is_cuda and torch.compiler.is_compiling()):
             return F.dropout(x, self.rate)
-        seed = draw_seed(x, self.rate)
+        seed = torch.randint(2**31 - 1, (1,), dtype=torch.int32, device=x.device)
         kept = uniform_bits(torch.arange(x.numel(), dtype=torch.int32, device=x.device) ^ seed) >= self.rate * 2**24
         return torch.where(kept.view(x.shape), x / (1 - self.rate), 0.0)
 
 
-def draw_seed(x: Tensor, rate: float) -> Tensor:
-    """Of dropout, drawn on the device, so that every replay of a captured step has a mask of its own."""
-    if rate == 0.0:
-        return torch.zeros(1, dtype=torch.int32, device=x.device)
-    return torch.randint(2**31 - 1, (1,), dtype=torch.int32, device=x.device)
-
-
-def kept(x: Tensor, seed: Tensor, rate: float) -> Tensor:
-    """The entries of x that a kernel's dropout with this seed keeps."""
-    places = torch.arange(x.numel(), dtype=torch.int32, device=x.device)
-    return (hashed(places + seed) >= limit(rate)).view(x.shape)
-
-
-def limit(rate: float) -> int:
-    """The 32-bit number (with its sign) that this share of all lies below."""
-    return int(rate * 2**32) - 2**31
-
-
-def hashed(x: Tensor) -> Tensor:
-    """32 random bits for every 32-bit number, the first ones the best (products wrap, shifts are made logical)."""
+def uniform_bits(x: Tensor) -> Tensor:
+    """24 random bits for every 32-bit number (Murmur3's finaliser; products wrap, shifts are made logical)."""
     x = x * -1640531535  # 0x9E3779B1
     x = (x ^ ((x >> 16) & 0xFFFF)) * -2048144789  # 0x85EBCA6B
-    return (x ^ ((x >> 13) & 0x7FFFF)) * -1028477387  # 0xC2B2AE35
-
-
-def uniform_bits(x: Tensor) -> Tensor:
-    """24 random bits for every 32-bit number, all good (Murmur3's finaliser)."""
-    x = hashed(x)
+    x = (x ^ ((x >> 13) & 0x7FFFF)) * -1028477387  # 0xC2B2AE35
     x = x ^ ((x >> 16) & 0xFFFF)
     return (x >> 8) & 0xFFFFFF
