@@ -133,8 +133,8 @@ class WindowSampler:
         self.generator.set_state(state["generator"].cpu())
 
     def sample(self) -> WindowBatch:
-        size, device = (2, self.batch_size), self._table.device
-        return self.windows(torch.rand(size, generator=self.generator, device=device, dtype=torch.float64))
+        kind: dict[str, Any] = {"device": self._table.device, "dtype": torch.float64}
+        return self.windows(torch.rand(2, self.batch_size, generator=self.generator, **kind))
 
     def windows(self, draw: Tensor) -> WindowBatch:
         """The windows that two numbers each from [0, 1) stand for: the episode, and the start in it."""
