@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qpt.nets import entry
 from qpt.nets.attention import query_attention, self_attention
 from qpt.nets.norm import Norm
 from qpt.nets.perceptron import mix
@@ -166,26 +167,22 @@ class TrajectoryTransformer(nn.Module):
         self, return_to_go: Tensor, cost_to_go: Tensor, observations: Tensor, actions: Tensor, steps: Tensor
     ) -> Tensor:
         """What the first block is given: [..., 4, D]."""
-        kinds = self._kinds(return_to_go, cost_to_go, observations, actions)
-        if observations.is_cuda and torch.compiler.is_compiling():  # each alone: written once, and narrow
-            places = self.embed_step(steps)
-            return torch.stack([self._narrow(self.dropout(self.norm_in(kind + places))) for kind in kinds], -2)
-        embedded = torch.stack(kinds, -2) + self.embed_step(steps)[..., None, :]
-        return self._narrow(self.dropout(self.norm_in(embedded)))
+        scalars = return_to_go * self.return_scale, self.cost_offset - cost_to_go * self.cost_scale
+        layers = self.embed_return, self.embed_cost
+        seen, done = self.embed_observation((observations - self.mean) / self.std), self.embed_action(actions)
+        if entry.fits(seen, done):
+            tokens = entry.enter(scalars, layers, seen, done, steps, self.embed_step, self.norm_in)
+        else:
+            kinds = [*map(_scaled, layers, scalars), seen, done]
+            tokens = self._narrow(self.norm_in(torch.stack(kinds, -2) + self.embed_step(steps)[..., None, :]))
+        entered: Tensor = self.dropout(tokens)
+        return entered
 
     @staticmethod
     def _narrow(x: Tensor) -> Tensor:
         """With autocast, what blocks add up is as narrow as what they add."""
         kind = x.device.type
         return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
-
-    def _kinds(self, return_to_go: Tensor, cost_to_go: Tensor, observations: Tensor, actions: Tensor) -> list[Tensor]:
-        return [
-            _scaled(self.embed_return, return_to_go * self.return_scale),
-            _scaled(self.embed_cost, self.cost_offset - cost_to_go * self.cost_scale),
-            self.embed_observation((observations - self.mean) / self.std),
-            self.embed_action(actions),
-        ]
 
     def candidates(
         self,
