@@ -21,12 +21,14 @@ TOLERANCE = 0.01 if DEVICE == "cuda" else 0.02  # the interpreter cuts numbers o
 def kept(seed: int, queries: int, keys: int, rate: float) -> Tensor:
     """The kernel's hash, in 64 bits: which weights stay, [B, H, queries, keys]."""
     program = np.arange(BATCH * HEADS, dtype=np.uint64).reshape(BATCH, HEADS, 1, 1) * 16384
-    places = np.arange(queries, dtype=np.uint64)[:, None] * 128 + np.arange(keys, dtype=np.uint64)
+    columns = np.arange(keys, dtype=np.uint64)
+    places = np.arange(queries, dtype=np.uint64)[:, None] * 128 + columns // 2
     x = (program + places + seed) % 2**32
     x = x * 0x9E3779B1 % 2**32
     x = (x ^ (x >> 16)) * 0x85EBCA6B % 2**32
     x = (x ^ (x >> 13)) * 0xC2B2AE35 % 2**32
-    signed = x.astype(np.uint32).view(np.int32)
+    x ^= x >> 15
+    signed = np.where(columns % 2 == 0, x, (x << 16) % 2**32).astype(np.uint32).view(np.int32)
     return torch.from_numpy(signed >= rate * 2**32 - 2**31).to(DEVICE)
 
 
@@ -94,6 +96,7 @@ def test_the_right_share_is_dropped_and_neighbours_do_not_matter() -> None:
     pairs = [
         (flat[0], flat[1]),
         (flat[0][:-1], flat[0][1:]),
+        (flat[0][::2], flat[0][1::2]),  # the two that share a hash
         (flat[1][:-40], flat[1][40:]),
         (flat[2][:1600], flat[2][1600:3200]),
     ]
