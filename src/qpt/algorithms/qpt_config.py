@@ -101,8 +101,8 @@ class QPTConfig:
     cost_term: Literal["all", "excess"] = "excess"
     """Penalise the whole Q^c (paper), or only what exceeds the remaining budget."""
     normalizer: Literal["batch", "data"] = "data"
-    """Scale of a term: the batch mean of |Q| on logged actions (paper), or a constant of the data, which does not
-    shrink as the policy gets safer."""
+    """Scale of a term: the batch mean of |Q| on logged actions (paper), as the critics' step has just found it, or a
+    constant of the data, which does not shrink as the policy gets safer."""
     normalizer_floor: float = 0.01
     """Smallest normaliser, for data in which costs are almost never seen."""
 
