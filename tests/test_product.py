@@ -5,6 +5,7 @@ Without a GPU, Triton's interpreter runs the kernels.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -150,7 +151,7 @@ def test_a_stack_and_its_gradients_equal_float64(
     monkeypatch: pytest.MonkeyPatch, sizes: Sequence[int], rows: int, own: int, learned: bool, compiled: bool
 ) -> None:
     monkeypatch.setattr(mlp, "kernel", kernel)
-    weights = [draw(2, a, b, scale=1.5 * a**-0.5) for a, b in zip(sizes[:-1], sizes[1:], strict=True)]
+    weights = [draw(2, a, b, scale=1.5 * a**-0.5) for a, b in itertools.pairwise(sizes)]
     biases = [draw(2, 1, b) for b in sizes[1:]]
     x = draw(own, rows, sizes[0])  # for every member its own, or one that they share
     leaves = [x.clone().requires_grad_(), *(t.clone().requires_grad_(learned) for t in (*weights, *biases))]

@@ -100,7 +100,7 @@ def run(
 
 
 def _fits(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether a gradient goes through here, in a compiled step in bf16, to one value of widths that the kernels take."""
+    """Whether a gradient is wanted, in a compiled step in bf16, of one value by widths that the kernels take."""
     if kernel is None or not (x.is_cuda and torch.compiler.is_compiling()):
         return False
     device, widths = x.device.type, [weight.shape[-1] for weight in weights]
@@ -130,7 +130,8 @@ class _Values(torch.autograd.Function):
         z, values = kernel.value(inputs[-1], narrow[-1], biases[-2][:, 0], last)
         ctx.learned, ctx.shared, ctx.dtype = learned, len(x) < len(last), x.dtype
         ctx.save_for_backward(last, *narrow, *sums, z, *(inputs if learned else ()))
-        return values[..., None] + biases[-1]
+        out: Tensor = values[..., None] + biases[-1]
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -64,7 +64,7 @@ def _learns(x: Tensor, mlp: nn.Sequential) -> bool:
 
 
 class _Perceptron(torch.autograd.Function):
-    """gelu(x w1ᵀ + b1) w2ᵀ + b2 for x [..., D] in bf16, w1 [H, D], w2 [D, H] and biases in float32 -> [..., D] in bf16."""
+    """gelu(x w1ᵀ + b1) w2ᵀ + b2: x [..., D] in bf16, w1 [H, D], w2 [D, H] and biases in float32 -> [..., D] in bf16."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
