@@ -24,7 +24,15 @@ pytestmark = pytest.mark.usefixtures("products_of_bf16")
 ON_CUDA = DEVICE == "cuda"
 TOLERANCE = 0.005 if ON_CUDA else 0.015  # the interpreter cuts numbers off where the GPU rounds them to bf16
 ACTIVATIONS = {"mish": F.mish, "gelu": F.gelu}
-SHAPES = [(2, 64, 32, 48), (3, 131, 80, 256), (1, 77, 128, 512), (2, 3, 24, 144)]  # members, rows, inner, width
+SHAPES = [(2, 64, 32, 48), (3, 131, 80, 256), (1, 77, 128, 512), (2, 3, 24, 144), (1, 9, 272, 16)]  # members, rows, inner, width
+
+
+@pytest.fixture(params=[True, False])
+def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the weight held by few programs, so that each takes several tiles, and with a program for every tile."""
+    for launch in (kernel.AHEAD, kernel.BACK, kernel.VALUE):
+        monkeypatch.setitem(launch, "HOLDS", request.param)
+        monkeypatch.setitem(launch, "PROGRAMS", 4)
 
 
 def draw(*shape: int, scale: float = 1.0) -> Tensor:
@@ -46,6 +54,7 @@ def passed(kind: str, z: Tensor, grad: Tensor) -> Tensor:
     return slope
 
 
+@pytest.mark.usefixtures("ways")
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("kind", ["mish", "gelu"])
 @pytest.mark.parametrize(("members", "rows", "inner", "width"), SHAPES)
@@ -63,6 +72,7 @@ def test_a_product_and_its_activation_equal_float64(
         assert error(active, ACTIVATIONS[kind](right)) < TOLERANCE
 
 
+@pytest.mark.usefixtures("ways")
 @pytest.mark.parametrize("sums", [True, False])
 @pytest.mark.parametrize("kind", ["mish", "gelu"])
 @pytest.mark.parametrize(("members", "rows", "inner", "width"), SHAPES)
@@ -76,6 +86,7 @@ def test_the_way_back_equals_float64(members: int, rows: int, inner: int, width:
         assert error(parts.sum(1), right.sum(1)) < 1e-4 if sums else parts.shape == (members, 0, width)
 
 
+@pytest.mark.usefixtures("ways")
 @pytest.mark.parametrize(("members", "rows", "inner", "width"), [(2, 64, 32, 48), (3, 131, 80, 256), (2, 3, 24, 144)])
 def test_values_and_their_way_back_equal_float64(
     monkeypatch: pytest.MonkeyPatch, members: int, rows: int, inner: int, width: int

@@ -17,43 +17,69 @@ from torch import Tensor
 
 from qpt.nets.activation_kernel import activation
 
-# Rows, columns and inner numbers of a tile; stages are tiles of operands on their way.
-AHEAD: dict[str, Any] = {"ROWS": 128, "COLUMNS": 128, "INNER": 64, "num_warps": 8, "num_stages": 3}
-BACK: dict[str, Any] = {"ROWS": 64, "COLUMNS": 128, "INNER": 64, "num_warps": 4, "num_stages": 3}
-VALUE: dict[str, Any] = {"ROWS": 64, "INNER": 32, "num_warps": 4, "num_stages": 3}  # its columns are whole rows
+# Rows, columns and inner numbers of a tile, and stages: tiles of operands on their way. Where a program HOLDS its columns
+# of the weight on the chip, it walks over many rows; PROGRAMS are then those of all members. Otherwise it has one tile.
+AHEAD: dict[str, Any] = {
+    "ROWS": 64, "COLUMNS": 128, "INNER": 64, "STAGES": 2, "HOLDS": True, "PROGRAMS": 132, "num_warps": 8,
+}  # fmt: skip
+BACK: dict[str, Any] = {
+    "ROWS": 64, "COLUMNS": 128, "INNER": 64, "STAGES": 2, "HOLDS": True, "PROGRAMS": 132, "num_warps": 8,
+}  # fmt: skip
+VALUE: dict[str, Any] = {  # its columns are whole rows
+    "ROWS": 64, "INNER": 32, "STAGES": 2, "HOLDS": True, "PROGRAMS": 132, "num_warps": 8,
+}  # fmt: skip
 VALUE_BACK: dict[str, Any] = {"STAGES": 3, "num_warps": 4}
 TILE = 2048  # entries of a tile of `value_back`: whole rows
 PROGRAMS = 528  # of `value_back`, over all members: four for each of an H200's 132 processors, all there at once
+LONGEST = 256  # numbers of a weight's column that can be held
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _weight(  # type: ignore[no-untyped-def]
+    w_ptr, columns,
+    K: tl.constexpr, N: tl.constexpr, W_IN: tl.constexpr, W_OUT: tl.constexpr, INNER: tl.constexpr, HOLDS: tl.constexpr,
+):  # fmt: skip
+    """The columns of a weight where they are held, else its address."""
+    if HOLDS:
+        inner = tl.arange(0, INNER)[:, None]
+        return tl.load(w_ptr + inner * W_IN + columns * W_OUT, mask=(inner < K) & (columns < N), other=0.0)
+    else:
+        return w_ptr
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _product(  # type: ignore[no-untyped-def]
-    x_ptr, w_ptr, start, column, count,
+    x_ptr, weight, columns, there,
     K: tl.constexpr, N: tl.constexpr, X_ROW: tl.constexpr, W_IN: tl.constexpr, W_OUT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr, HOLDS: tl.constexpr,
 ):  # fmt: skip
-    """Tile of x w at row `start` and at `column`; zero beyond the last row and the last column."""
-    rows, columns, inner = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, INNER)
-    x_ptr += start.to(tl.int64) * X_ROW
-    w_ptr += column * W_OUT
-    there, known = (start + rows < count)[:, None], (column + columns < N)[None, :]
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in tl.range(0, K, INNER):
-        x_here, w_here = there, known
-        if K % INNER:
-            x_here, w_here = there & (first + inner < K)[None, :], known & (first + inner < K)[:, None]
-        x = tl.load(x_ptr + rows[:, None] * X_ROW + (first + inner)[None, :], mask=x_here, other=0.0)
-        w = tl.load(w_ptr + (first + inner)[:, None] * W_IN + columns[None, :] * W_OUT, mask=w_here, other=0.0)
-        total = tl.dot(x, w, total)
-    return total
+    """Rows from x_ptr on, where they are `there`, times the columns of the weight: zero beyond either's last."""
+    rows, inner = tl.arange(0, ROWS)[:, None], tl.arange(0, INNER)
+    if HOLDS:
+        x = tl.load(x_ptr + rows * X_ROW + inner[None, :], mask=there & (inner < K)[None, :], other=0.0)
+        return tl.dot(x, weight)
+    else:
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for first in tl.range(0, K, INNER, num_stages=STAGES):
+            x_here, w_here = there, columns < N
+            if K % INNER:
+                x_here, w_here = x_here & (first + inner < K)[None, :], w_here & (first + inner < K)[:, None]
+            x = tl.load(x_ptr + rows * X_ROW + (first + inner)[None, :], mask=x_here, other=0.0)
+            w = tl.load(weight + (first + inner)[:, None] * W_IN + columns * W_OUT, mask=w_here, other=0.0)
+            total = tl.dot(x, w, total)
+        return total
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _corner(N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """First row and column of a program's tile: tiles of the same rows are neighbours, and find them in the cache."""
+def _place(N: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Number of a program and of all that share its columns, its member, and its columns.
+
+    Programs of the same rows are neighbours, and find them in the cache.
+    """
     across: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
-    program = tl.program_id(0)
-    return program // across * ROWS, program % across * COLUMNS
+    here, all_here = tl.program_id(0), tl.num_programs(0)
+    columns = here % across * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    return here // across, all_here // across, tl.program_id(1).to(tl.int64), columns
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -61,21 +87,24 @@ def _ahead(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, bias_ptr, z_ptr, active_ptr, count, x_member, w_member,
     KIND: tl.constexpr,
     K: tl.constexpr, N: tl.constexpr, X_ROW: tl.constexpr, W_IN: tl.constexpr, W_OUT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+    HOLDS: tl.constexpr,
 ):  # fmt: skip
-    member = tl.program_id(1).to(tl.int64)
-    start, column = _corner(N, ROWS, COLUMNS)
-    z = _product(
-        x_ptr + member * x_member, w_ptr + member * w_member, start, column, count,
-        K, N, X_ROW, W_IN, W_OUT, ROWS, COLUMNS, INNER,
-    )  # fmt: skip
-    rows, columns = tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-    z += tl.load(bias_ptr + member * N + columns, mask=columns < N, other=0.0)[None, :]
-    active, _ = activation(z, KIND)
-    inside = (start + rows < count)[:, None] & (columns < N)[None, :]
-    places = (member * count + start) * N + rows[:, None] * N + columns[None, :]
-    tl.store(z_ptr + places, z.to(tl.bfloat16), mask=inside)
-    tl.store(active_ptr + places, active.to(tl.bfloat16), mask=inside)
+    program, programs, member, columns = _place(N, COLUMNS)
+    rows = tl.arange(0, ROWS)[:, None]
+    weight = _weight(w_ptr + member * w_member, columns, K, N, W_IN, W_OUT, INNER, HOLDS)
+    bias = tl.load(bias_ptr + member * N + columns, mask=columns < N, other=0.0)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        start = (step * programs + program) * ROWS
+        there = start + rows < count
+        z = bias + _product(
+            x_ptr + member * x_member + start.to(tl.int64) * X_ROW, weight, columns, there,
+            K, N, X_ROW, W_IN, W_OUT, ROWS, COLUMNS, INNER, STAGES, HOLDS,
+        )  # fmt: skip
+        active, _ = activation(z, KIND)
+        places = (member * count + start) * N + rows * N + columns
+        tl.store(z_ptr + places, z.to(tl.bfloat16), mask=there & (columns < N))
+        tl.store(active_ptr + places, active.to(tl.bfloat16), mask=there & (columns < N))
 
 
 @torch.library.custom_op("qpt::product_ahead", mutates_args=())
@@ -86,11 +115,9 @@ def ahead(x: Tensor, w: Tensor, bias: Tensor, kind: str) -> tuple[Tensor, Tensor
     the activation is "mish" or "gelu".
     """
     x, w, bias = _lined(x), _packed(w), bias.contiguous()
-    (members, inner, width), count = w.shape, x.shape[1]
     z, active = _pair(x, w)
-    launch = _fitted(AHEAD, inner, width)
-    grid = (triton.cdiv(count, launch["ROWS"]) * triton.cdiv(width, launch["COLUMNS"]), members)
-    _ahead[grid](x, w, bias, z, active, count, *_members(x, w), KIND=kind, **_strides(x, w), **launch)
+    grid, sizes = _launch(AHEAD, x, w)
+    _ahead[grid](x, w, bias, z, active, x.shape[1], *_members(x, w), KIND=kind, **sizes)
     return z, active
 
 
@@ -109,53 +136,54 @@ def _back(  # type: ignore[no-untyped-def]
     grad_ptr, w_ptr, z_ptr, dz_ptr, parts_ptr, count, x_member, w_member,
     KIND: tl.constexpr, SUMS: tl.constexpr,
     K: tl.constexpr, N: tl.constexpr, X_ROW: tl.constexpr, W_IN: tl.constexpr, W_OUT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+    HOLDS: tl.constexpr,
 ):  # fmt: skip
-    member = tl.program_id(1).to(tl.int64)
-    start, column = _corner(N, ROWS, COLUMNS)
-    passed = _product(
-        grad_ptr + member * x_member, w_ptr + member * w_member, start, column, count,
-        K, N, X_ROW, W_IN, W_OUT, ROWS, COLUMNS, INNER,
-    )  # fmt: skip
-    rows, columns = tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-    inside = (start + rows < count)[:, None] & (columns < N)[None, :]
-    places = (member * count + start) * N + rows[:, None] * N + columns[None, :]
-    z = tl.load(z_ptr + places, mask=inside, other=0.0).to(tl.float32)
-    _, slope = activation(z, KIND)
-    dz = passed * slope
-    tl.store(dz_ptr + places, dz.to(tl.bfloat16), mask=inside)
+    program, programs, member, columns = _place(N, COLUMNS)
+    rows = tl.arange(0, ROWS)[:, None]
+    weight = _weight(w_ptr + member * w_member, columns, K, N, W_IN, W_OUT, INNER, HOLDS)
+    sums = tl.zeros((1, COLUMNS), tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        start = (step * programs + program) * ROWS
+        there = start + rows < count
+        places = (member * count + start) * N + rows * N + columns
+        z = tl.load(z_ptr + places, mask=there & (columns < N), other=0.0)  # on its way while the product is computed
+        passed = _product(
+            grad_ptr + member * x_member + start.to(tl.int64) * X_ROW, weight, columns, there,
+            K, N, X_ROW, W_IN, W_OUT, ROWS, COLUMNS, INNER, STAGES, HOLDS,
+        )  # fmt: skip
+        _, slope = activation(z.to(tl.float32), KIND)
+        dz = passed * slope
+        if SUMS:
+            sums += tl.sum(dz, 0)[None, :]
+        tl.store(dz_ptr + places, dz.to(tl.bfloat16), mask=there & (columns < N))
     if SUMS:
-        part = member * ((count + ROWS - 1) // ROWS) + start // ROWS
-        tl.store(parts_ptr + part * N + columns, tl.sum(dz, 0), mask=columns < N)
+        tl.store(parts_ptr + (member * programs + program) * N + columns, sums, mask=columns < N)
 
 
 @torch.library.custom_op("qpt::product_back", mutates_args=())
 def back(grad: Tensor, w: Tensor, z: Tensor, kind: str, sums: bool = True) -> tuple[Tensor, Tensor]:
-    """Where act(z) went into a product with w: by its result's gradient that of z, and sums over the rows of each tile.
+    """Where act(z) went into a product with w: by its result's gradient that of z, and sums over rows.
 
     grad [E, M, K], w [E, N, K], transposed or not, and z [E, M, N] in bf16 -> [E, M, N] in bf16 and, of unrounded
     numbers, parts [E, P, N] in float32. Their sum over P is the gradient of the bias in z. Without `sums`, P is 0.
     """
     grad, w, z = _lined(grad), _packed(w.mT), z.contiguous()
-    (members, inner, width), count = w.shape, z.shape[1]
-    launch = _fitted(BACK, inner, width)
-    dz, parts = _back_outputs(z, sums)
-    grid = (triton.cdiv(count, launch["ROWS"]) * triton.cdiv(width, launch["COLUMNS"]), members)
-    given = (grad, w, z, dz, parts, count, *_members(grad, w))
-    _back[grid](*given, KIND=kind, SUMS=sums, **_strides(grad, w), **launch)
+    dz, parts = _back_outputs(grad, w, z, sums)
+    grid, sizes = _launch(BACK, grad, w)
+    _back[grid](grad, w, z, dz, parts, z.shape[1], *_members(grad, w), KIND=kind, SUMS=sums, **sizes)
     return dz, parts
 
 
 @back.register_fake
 def _(grad: Tensor, w: Tensor, z: Tensor, kind: str, sums: bool = True) -> tuple[Tensor, Tensor]:
-    return _back_outputs(z, sums)
+    return _back_outputs(grad, w.mT, z, sums)
 
 
-def _back_outputs(z: Tensor, sums: bool) -> tuple[Tensor, Tensor]:
-    members, count, width = z.shape
-    tiles = triton.cdiv(count, BACK["ROWS"]) if sums else 0
+def _back_outputs(grad: Tensor, w: Tensor, z: Tensor, sums: bool) -> tuple[Tensor, Tensor]:
+    programs = _spread(BACK, grad, w)[2] if sums else 0
     dz = torch.empty_like(z, memory_format=torch.contiguous_format)
-    return dz, z.new_empty((members, tiles, width), dtype=torch.float32)
+    return dz, z.new_empty((z.shape[0], programs, z.shape[2]), dtype=torch.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -163,23 +191,25 @@ def _value(  # type: ignore[no-untyped-def]
     x_ptr, w_ptr, bias_ptr, last_ptr, z_ptr, out_ptr, count, x_member, w_member,
     KIND: tl.constexpr,
     K: tl.constexpr, N: tl.constexpr, X_ROW: tl.constexpr, W_IN: tl.constexpr, W_OUT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+    HOLDS: tl.constexpr,
 ):  # fmt: skip
-    member = tl.program_id(1).to(tl.int64)
-    start, column = _corner(N, ROWS, COLUMNS)
-    z = _product(
-        x_ptr + member * x_member, w_ptr + member * w_member, start, column, count,
-        K, N, X_ROW, W_IN, W_OUT, ROWS, COLUMNS, INNER,
-    )  # fmt: skip
-    rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    there, known = start + rows < count, columns < N
-    z += tl.load(bias_ptr + member * N + columns, mask=known, other=0.0)[None, :]
-    active, _ = activation(z, KIND)
-    last = tl.load(last_ptr + member * N + columns, mask=known, other=0.0)[None, :]
-    first = member * count + start
-    tl.store(out_ptr + first + rows, tl.sum(active * last, 1), mask=there)
-    places = first * N + rows[:, None] * N + columns[None, :]
-    tl.store(z_ptr + places, z.to(tl.bfloat16), mask=there[:, None] & known[None, :])
+    program, programs, member, columns = _place(N, COLUMNS)
+    rows = tl.arange(0, ROWS)[:, None]
+    weight = _weight(w_ptr + member * w_member, columns, K, N, W_IN, W_OUT, INNER, HOLDS)
+    bias = tl.load(bias_ptr + member * N + columns, mask=columns < N, other=0.0)
+    last = tl.load(last_ptr + member * N + columns, mask=columns < N, other=0.0)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        start = (step * programs + program) * ROWS
+        there = start + rows < count
+        z = bias + _product(
+            x_ptr + member * x_member + start.to(tl.int64) * X_ROW, weight, columns, there,
+            K, N, X_ROW, W_IN, W_OUT, ROWS, COLUMNS, INNER, STAGES, HOLDS,
+        )  # fmt: skip
+        active, _ = activation(z, KIND)
+        first = member * count + start
+        tl.store(out_ptr + first + rows, tl.sum(active * last, 1)[:, None], mask=there)
+        tl.store(z_ptr + first * N + rows * N + columns, z.to(tl.bfloat16), mask=there & (columns < N))
 
 
 @torch.library.custom_op("qpt::product_value", mutates_args=())
@@ -189,12 +219,9 @@ def value(x: Tensor, w: Tensor, bias: Tensor, last: Tensor, kind: str = "mish") 
     last [E, N] in float32; N up to 256.
     """
     x, w, bias, last = _lined(x), _packed(w), bias.contiguous(), last.contiguous()
-    (members, inner, width), count = w.shape, x.shape[1]
-    launch = _fitted({**VALUE, "COLUMNS": triton.next_power_of_2(width)}, inner, width)
     z, out = _value_outputs(x, w)
-    grid = (triton.cdiv(count, launch["ROWS"]), members)
-    given = (x, w, bias, last, z, out, count, *_members(x, w))
-    _value[grid](*given, KIND=kind, **_strides(x, w), **launch)
+    grid, sizes = _launch({**VALUE, "COLUMNS": triton.next_power_of_2(w.shape[2])}, x, w)
+    _value[grid](x, w, bias, last, z, out, x.shape[1], *_members(x, w), KIND=kind, **sizes)
     return z, out
 
 
@@ -289,13 +316,23 @@ def _members(x: Tensor, w: Tensor) -> tuple[int, int]:
     return x.stride(0) if x.shape[0] > 1 else 0, w.stride(0)
 
 
-def _strides(x: Tensor, w: Tensor) -> dict[str, int]:
-    return {"K": w.shape[1], "N": w.shape[2], "X_ROW": x.stride(1), "W_IN": w.stride(1), "W_OUT": w.stride(2)}
+def _spread(launch: dict[str, Any], x: Tensor, w: Tensor) -> tuple[bool, int, int]:
+    """Whether programs hold their columns of w, how wide their tiles are, and how many share columns of a member."""
+    (members, inner, width), tiles = w.shape, triton.cdiv(x.shape[1], launch["ROWS"])
+    holds, columns = launch["HOLDS"] and inner <= LONGEST, min(launch["COLUMNS"], triton.next_power_of_2(width))
+    most = max(launch["PROGRAMS"] // (members * triton.cdiv(width, columns)), 1)
+    return holds, columns, min(most, tiles) if holds else tiles
 
 
-def _fitted(launch: dict[str, Any], inner: int, width: int) -> dict[str, Any]:
-    """No tile is wider than the result, and few of its inner numbers lie beyond the last."""
-    columns, step = min(launch["COLUMNS"], triton.next_power_of_2(width)), launch["INNER"]
-    while step > 32 and inner % step:
+def _launch(launch: dict[str, Any], x: Tensor, w: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
+    """The grid, and what a kernel is compiled for."""
+    (members, inner, width), (holds, columns, programs) = w.shape, _spread(launch, x, w)
+    step = max(triton.next_power_of_2(inner), 16) if holds else launch["INNER"]
+    while not holds and step > 32 and inner % step:  # few of the inner numbers lie beyond the last
         step //= 2
-    return {**launch, "COLUMNS": columns, "INNER": step}
+    sizes = {
+        "K": inner, "N": width, "X_ROW": x.stride(1), "W_IN": w.stride(1), "W_OUT": w.stride(2),
+        "ROWS": launch["ROWS"], "COLUMNS": columns, "INNER": step, "HOLDS": holds, "STAGES": launch["STAGES"],
+        "STEPS": triton.cdiv(triton.cdiv(x.shape[1], launch["ROWS"]), programs), "num_warps": launch["num_warps"],
+    }  # fmt: skip
+    return (programs * triton.cdiv(width, columns), members), sizes
