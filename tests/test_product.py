@@ -24,7 +24,8 @@ pytestmark = pytest.mark.usefixtures("products_of_bf16")
 ON_CUDA = DEVICE == "cuda"
 TOLERANCE = 0.005 if ON_CUDA else 0.015  # the interpreter cuts numbers off where the GPU rounds them to bf16
 ACTIVATIONS = {"mish": F.mish, "gelu": F.gelu}
-SHAPES = [(2, 64, 32, 48), (3, 131, 80, 256), (1, 77, 128, 512), (2, 3, 24, 144), (1, 9, 272, 16)]  # members, rows, inner, width
+SHAPES = [(2, 64, 32, 48), (3, 131, 80, 256), (1, 77, 128, 512), (2, 3, 24, 144), (1, 9, 272, 16)]
+NAMES = ("members", "rows", "inner", "width")
 
 
 @pytest.fixture(params=[True, False])
@@ -32,7 +33,7 @@ def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     """With the weight held by few programs, so that each takes several tiles, and with a program for every tile."""
     for launch in (kernel.AHEAD, kernel.BACK, kernel.VALUE):
         monkeypatch.setitem(launch, "HOLDS", request.param)
-        monkeypatch.setitem(launch, "PROGRAMS", 4)
+    monkeypatch.setattr(kernel, "_device", lambda: (4, True))
 
 
 def draw(*shape: int, scale: float = 1.0) -> Tensor:
@@ -57,7 +58,7 @@ def passed(kind: str, z: Tensor, grad: Tensor) -> Tensor:
 @pytest.mark.usefixtures("ways")
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("kind", ["mish", "gelu"])
-@pytest.mark.parametrize(("members", "rows", "inner", "width"), SHAPES)
+@pytest.mark.parametrize(NAMES, SHAPES)
 def test_a_product_and_its_activation_equal_float64(
     members: int, rows: int, inner: int, width: int, kind: str, turned: bool
 ) -> None:
@@ -75,7 +76,7 @@ def test_a_product_and_its_activation_equal_float64(
 @pytest.mark.usefixtures("ways")
 @pytest.mark.parametrize("sums", [True, False])
 @pytest.mark.parametrize("kind", ["mish", "gelu"])
-@pytest.mark.parametrize(("members", "rows", "inner", "width"), SHAPES)
+@pytest.mark.parametrize(NAMES, SHAPES)
 def test_the_way_back_equals_float64(members: int, rows: int, inner: int, width: int, kind: str, sums: bool) -> None:
     grad, z = narrow(members, rows, inner), narrow(members, rows, width, scale=2.0)
     for w in (narrow(members, width, inner), narrow(members, inner, width).mT):
@@ -87,7 +88,7 @@ def test_the_way_back_equals_float64(members: int, rows: int, inner: int, width:
 
 
 @pytest.mark.usefixtures("ways")
-@pytest.mark.parametrize(("members", "rows", "inner", "width"), [(2, 64, 32, 48), (3, 131, 80, 256), (2, 3, 24, 144)])
+@pytest.mark.parametrize(NAMES, [(2, 64, 32, 48), (3, 131, 80, 256), (2, 3, 24, 144)])
 def test_values_and_their_way_back_equal_float64(
     monkeypatch: pytest.MonkeyPatch, members: int, rows: int, inner: int, width: int
 ) -> None:

@@ -8,6 +8,7 @@ registers. Operands are bf16, sums float32.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,21 +18,22 @@ from torch import Tensor
 
 from qpt.nets.activation_kernel import activation
 
-# Rows, columns and inner numbers of a tile, and stages: tiles of operands on their way. Where a program HOLDS its columns
-# of the weight on the chip, it walks over many rows; PROGRAMS are then those of all members. Otherwise it has one tile.
+# Rows, columns and inner numbers of a tile, and stages: tiles of operands on their way. Where a program HOLDS its
+# columns of the weight on the chip it walks over many rows, and there are as many programs as run at once: PROGRAMS a
+# processor for weights of 129 to 256 rows, twice that for shorter ones. Otherwise every tile has its program.
 AHEAD: dict[str, Any] = {
-    "ROWS": 64, "COLUMNS": 128, "INNER": 64, "STAGES": 2, "HOLDS": True, "PROGRAMS": 132, "num_warps": 8,
+    "ROWS": 64, "COLUMNS": 128, "INNER": 64, "STAGES": 3, "HOLDS": True, "PROGRAMS": 1, "num_warps": 8,
 }  # fmt: skip
 BACK: dict[str, Any] = {
-    "ROWS": 64, "COLUMNS": 128, "INNER": 64, "STAGES": 2, "HOLDS": True, "PROGRAMS": 132, "num_warps": 8,
+    "ROWS": 64, "COLUMNS": 128, "INNER": 64, "STAGES": 2, "HOLDS": True, "PROGRAMS": 1, "num_warps": 8, "maxnreg": 128,
 }  # fmt: skip
 VALUE: dict[str, Any] = {  # its columns are whole rows
-    "ROWS": 64, "INNER": 32, "STAGES": 2, "HOLDS": True, "PROGRAMS": 132, "num_warps": 8,
+    "ROWS": 64, "INNER": 32, "STAGES": 2, "HOLDS": True, "PROGRAMS": 1, "num_warps": 8,
 }  # fmt: skip
+LONGEST = 256  # rows of a weight that can be held
 VALUE_BACK: dict[str, Any] = {"STAGES": 3, "num_warps": 4}
 TILE = 2048  # entries of a tile of `value_back`: whole rows
 PROGRAMS = 528  # of `value_back`, over all members: four for each of an H200's 132 processors, all there at once
-LONGEST = 256  # numbers of a weight's column that can be held
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -93,14 +95,14 @@ def _ahead(  # type: ignore[no-untyped-def]
     program, programs, member, columns = _place(N, COLUMNS)
     rows = tl.arange(0, ROWS)[:, None]
     weight = _weight(w_ptr + member * w_member, columns, K, N, W_IN, W_OUT, INNER, HOLDS)
-    bias = tl.load(bias_ptr + member * N + columns, mask=columns < N, other=0.0)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         start = (step * programs + program) * ROWS
         there = start + rows < count
-        z = bias + _product(
+        z = _product(
             x_ptr + member * x_member + start.to(tl.int64) * X_ROW, weight, columns, there,
             K, N, X_ROW, W_IN, W_OUT, ROWS, COLUMNS, INNER, STAGES, HOLDS,
         )  # fmt: skip
+        z += tl.load(bias_ptr + member * N + columns, mask=columns < N, other=0.0)  # here, so that no register holds it
         active, _ = activation(z, KIND)
         places = (member * count + start) * N + rows * N + columns
         tl.store(z_ptr + places, z.to(tl.bfloat16), mask=there & (columns < N))
@@ -142,7 +144,7 @@ def _back(  # type: ignore[no-untyped-def]
     program, programs, member, columns = _place(N, COLUMNS)
     rows = tl.arange(0, ROWS)[:, None]
     weight = _weight(w_ptr + member * w_member, columns, K, N, W_IN, W_OUT, INNER, HOLDS)
-    sums = tl.zeros((1, COLUMNS), tl.float32)
+    sums = tl.zeros((ROWS // 16, 8, COLUMNS), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         start = (step * programs + program) * ROWS
         there = start + rows < count
@@ -155,10 +157,15 @@ def _back(  # type: ignore[no-untyped-def]
         _, slope = activation(z.to(tl.float32), KIND)
         dz = passed * slope
         if SUMS:
-            sums += tl.sum(dz, 0)[None, :]
+            # In pairs, rows 8 apart: both are in one thread, and half the sums take half the registers.
+            sums += tl.sum(tl.reshape(dz, (ROWS // 16, 2, 8, COLUMNS)), 1)
         tl.store(dz_ptr + places, dz.to(tl.bfloat16), mask=there & (columns < N))
     if SUMS:
-        tl.store(parts_ptr + (member * programs + program) * N + columns, sums, mask=columns < N)
+        tl.store(
+            parts_ptr + (member * programs + program) * N + columns,
+            tl.sum(tl.sum(sums, 1), 0)[None, :],
+            mask=columns < N,
+        )
 
 
 @torch.library.custom_op("qpt::product_back", mutates_args=())
@@ -197,16 +204,16 @@ def _value(  # type: ignore[no-untyped-def]
     program, programs, member, columns = _place(N, COLUMNS)
     rows = tl.arange(0, ROWS)[:, None]
     weight = _weight(w_ptr + member * w_member, columns, K, N, W_IN, W_OUT, INNER, HOLDS)
-    bias = tl.load(bias_ptr + member * N + columns, mask=columns < N, other=0.0)
-    last = tl.load(last_ptr + member * N + columns, mask=columns < N, other=0.0)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         start = (step * programs + program) * ROWS
         there = start + rows < count
-        z = bias + _product(
+        z = _product(
             x_ptr + member * x_member + start.to(tl.int64) * X_ROW, weight, columns, there,
             K, N, X_ROW, W_IN, W_OUT, ROWS, COLUMNS, INNER, STAGES, HOLDS,
         )  # fmt: skip
+        z += tl.load(bias_ptr + member * N + columns, mask=columns < N, other=0.0)
         active, _ = activation(z, KIND)
+        last = tl.load(last_ptr + member * N + columns, mask=columns < N, other=0.0)
         first = member * count + start
         tl.store(out_ptr + first + rows, tl.sum(active * last, 1)[:, None], mask=there)
         tl.store(z_ptr + first * N + rows * N + columns, z.to(tl.bfloat16), mask=there & (columns < N))
@@ -316,12 +323,23 @@ def _members(x: Tensor, w: Tensor) -> tuple[int, int]:
     return x.stride(0) if x.shape[0] > 1 else 0, w.stride(0)
 
 
+@functools.cache
+def _device() -> tuple[int, bool]:
+    """Processors, and whether each has the memory to hold weights: 227 KiB, as on an H100, H200 or B200."""
+    if not torch.cuda.is_available():
+        return 132, True
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return found.multi_processor_count, found.major in (9, 10)
+
+
 def _spread(launch: dict[str, Any], x: Tensor, w: Tensor) -> tuple[bool, int, int]:
     """Whether programs hold their columns of w, how wide their tiles are, and how many share columns of a member."""
-    (members, inner, width), tiles = w.shape, triton.cdiv(x.shape[1], launch["ROWS"])
-    holds, columns = launch["HOLDS"] and inner <= LONGEST, min(launch["COLUMNS"], triton.next_power_of_2(width))
-    most = max(launch["PROGRAMS"] // (members * triton.cdiv(width, columns)), 1)
-    return holds, columns, min(most, tiles) if holds else tiles
+    (members, inner, width), tiles, (processors, large) = w.shape, triton.cdiv(x.shape[1], launch["ROWS"]), _device()
+    columns = min(launch["COLUMNS"], triton.next_power_of_2(width))
+    if not (launch["HOLDS"] and inner <= LONGEST and large):
+        return False, columns, tiles
+    at_once = processors * launch["PROGRAMS"] * (2 if 2 * inner <= LONGEST else 1)
+    return True, columns, min(max(at_once // (members * triton.cdiv(width, columns)), 1), tiles)
 
 
 def _launch(launch: dict[str, Any], x: Tensor, w: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
@@ -330,9 +348,8 @@ def _launch(launch: dict[str, Any], x: Tensor, w: Tensor) -> tuple[tuple[int, in
     step = max(triton.next_power_of_2(inner), 16) if holds else launch["INNER"]
     while not holds and step > 32 and inner % step:  # few of the inner numbers lie beyond the last
         step //= 2
-    sizes = {
-        "K": inner, "N": width, "X_ROW": x.stride(1), "W_IN": w.stride(1), "W_OUT": w.stride(2),
-        "ROWS": launch["ROWS"], "COLUMNS": columns, "INNER": step, "HOLDS": holds, "STAGES": launch["STAGES"],
-        "STEPS": triton.cdiv(triton.cdiv(x.shape[1], launch["ROWS"]), programs), "num_warps": launch["num_warps"],
-    }  # fmt: skip
-    return (programs * triton.cdiv(width, columns), members), sizes
+    steps = triton.cdiv(triton.cdiv(x.shape[1], launch["ROWS"]), programs)
+    strides = {"X_ROW": x.stride(1), "W_IN": w.stride(1), "W_OUT": w.stride(2)}
+    sizes = {"K": inner, "N": width, "COLUMNS": columns, "INNER": step, "STEPS": steps, "HOLDS": holds}
+    given = {name: number for name, number in launch.items() if name != "PROGRAMS"}
+    return (programs * triton.cdiv(width, columns), members), {**given, **sizes, **strides}
