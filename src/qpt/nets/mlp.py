@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qpt.nets.pointwise import mish
+from qpt.nets.pointwise import fused_mish, mish
 
 if torch.cuda.is_available() and importlib.util.find_spec("triton"):
-    from qpt.nets import product_kernel as kernel
+    from qpt.nets import mish_kernel as kernel
 else:
     kernel = None  # type: ignore[assignment]
 
-WIDEST = 256  # units of the last hidden layer: a tile holds whole rows of it
+WIDEST = 1024  # units of a layer that the kernel takes
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "mish": mish,
@@ -80,13 +80,16 @@ def run(
     layers, odd = len(weights), -x.shape[-1] % 8
     if x.is_cuda and odd:  # rows of whole 16 bytes in bf16: the fast matrix kernels take no others
         x = F.pad(x, (0, odd))
-    if x.shape[-1] > weights[0].shape[1]:
-        weights = [F.pad(weights[0], (0, 0, 0, odd)), *weights[1:]]
-    if activation is mish and _fits(x, weights):
-        values: Tensor = _Values.apply(x, weights[0].requires_grad, *weights, *biases)  # type: ignore[no-untyped-call]
-        return values
     x = x.expand(len(weights[0]), -1, -1)
     for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        if x.shape[-1] > weight.shape[1]:
+            weight = F.pad(weight, (0, 0, 0, odd))
+        if i == layers - 2 and activation is mish and weights[-1].shape[-1] == 1 and _fits(x, weight):
+            values: Tensor = _MishHead.apply(x.bfloat16(), weight, bias, weights[-1], biases[-1])  # type: ignore[no-untyped-call]
+            return values
+        if i < layers - 1 and activation is mish and _fits(x, weight):
+            x = _MishLayer.apply(x.bfloat16(), weight, bias)  # type: ignore[no-untyped-call]
+            continue
         if weight.shape[-1] == 1 and (x.is_cuda or x.dtype is not weight.dtype):
             # A product with one column is no work for a matrix unit, and what is learned from stays exact.
             x = (x.to(weight.dtype) * weight.mT).sum(-1, keepdim=True) + bias
@@ -99,64 +102,52 @@ def run(
     return x
 
 
-def _fits(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether a gradient is wanted, in a compiled step in bf16, of one value by widths that the kernels take."""
+def _fits(x: Tensor, weight: Tensor) -> bool:
+    """Whether a hidden layer is learned here, in a compiled step in bf16, and of a width that the kernel takes."""
     if kernel is None or not (x.is_cuda and torch.compiler.is_compiling()):
         return False
-    device, widths = x.device.type, [weight.shape[-1] for weight in weights]
+    device, width = x.device.type, weight.shape[-1]
     narrow = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.bfloat16
-    learned = torch.is_grad_enabled() and (weights[0].requires_grad or x.requires_grad)
-    wide = all(weight.dtype is torch.float32 for weight in weights)
-    taken = len(widths) > 1 and widths[-1] == 1 and widths[-2] <= WIDEST and not any(w % 16 for w in widths[:-1])
-    return narrow and learned and wide and taken and x.numel() > 0
+    learned = torch.is_grad_enabled() and weight.requires_grad and weight.dtype is torch.float32
+    return narrow and learned and width % 16 == 0 and width <= WIDEST and x.numel() > 0
 
 
-class _Values(torch.autograd.Function):
-    """One value a row by layers with mish between them: x [E or 1, M, in] -> [E, M, 1] in float32.
+class _MishLayer(torch.autograd.Function):
+    """mish(x w + b) for x [E, M, in] in bf16, w [E, in, out] and b [E, 1, out] in float32 -> [E, M, out] in float32.
 
-    Activation and bias are part of the products' kernels, forward and backward. Where the weights are not learned, only
-    the gradient of x is computed.
+    Forward as anywhere; backward, one kernel takes the gradient through the activation and sums that of the bias.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, learned: bool, *layers: Tensor) -> Tensor:
-        weights, biases = layers[: len(layers) // 2], layers[len(layers) // 2 :]
-        narrow, last = [weight.bfloat16() for weight in weights[:-1]], weights[-1][..., 0]
-        inputs, sums = [x.bfloat16()], []
-        for weight, bias in zip(narrow[:-1], biases[:-2], strict=True):
-            z, active = kernel.ahead(inputs[-1], weight, bias[:, 0], "mish")
-            inputs.append(active)
-            sums.append(z)
-        z, values = kernel.value(inputs[-1], narrow[-1], biases[-2][:, 0], last)
-        ctx.learned, ctx.shared, ctx.dtype = learned, len(x) < len(last), x.dtype
-        ctx.save_for_backward(last, *narrow, *sums, z, *(inputs if learned else ()))
-        out: Tensor = values[..., None] + biases[-1]
-        return out
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        narrow = weight.bfloat16()
+        z = torch.bmm(x, narrow)
+        ctx.save_for_backward(x, narrow, bias, z)
+        return fused_mish(z + bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        last, *saved = ctx.saved_tensors
-        learned, hidden = ctx.learned, len(saved) // (3 if ctx.learned else 2)
-        weights, sums, inputs = saved[:hidden], saved[hidden : 2 * hidden], saved[2 * hidden :]
-        dz, parts = kernel.value_back(sums[-1], last, grad[..., 0], "mish", learned)
-        found, totals = [], [parts.sum(1)]
-        for i in reversed(range(hidden)):
-            if learned:
-                found.append(_outer(inputs[i].expand(len(dz), -1, -1), dz))
-            if i > 0:
-                dz, parts = kernel.back(dz, weights[i], sums[i - 1], "mish", learned)
-                totals.append(parts.sum(1))
-        dx: Tensor | None = None
-        if ctx.needs_input_grad[0]:
-            dx = torch.bmm(dz, weights[0].mT)
-            if ctx.shared:
-                dx = dx.sum(0, keepdim=True, dtype=torch.float32)
-            dx = dx.to(ctx.dtype)
-        if not learned:
-            return (dx, None, *(None for _ in range(2 * hidden + 2)))
-        bias, lasts = totals[0].unbind(1)
-        biases = [total[:, None] for total in (bias, *totals[1:])]
-        return dx, None, *found[::-1], lasts[..., None], *biases[::-1], grad.sum(1, keepdim=True)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight, bias, z = ctx.saved_tensors
+        dz, parts = kernel.back(z, bias[:, 0], grad.bfloat16())
+        return torch.bmm(dz, weight.mT), _outer(x, dz), parts.sum(1)[:, None]
+
+
+class _MishHead(torch.autograd.Function):
+    """The last hidden layer and the value of every row, mish(x w + b) · v + c: [E, M, in] -> [E, M, 1] in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, last: Tensor, shift: Tensor) -> Tensor:
+        narrow = weight.bfloat16()
+        z = torch.bmm(x, narrow)
+        ctx.save_for_backward(x, narrow, bias, last, z)
+        return (fused_mish(z + bias) * last.mT).sum(-1, keepdim=True) + shift
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        x, weight, bias, last, z = ctx.saved_tensors
+        dz, parts = kernel.head_back(z, bias[:, 0], last[..., 0], grad[..., 0])
+        biases, lasts = parts.sum(1).unbind(1)
+        return torch.bmm(dz, weight.mT), _outer(x, dz), biases[:, None], lasts[..., None], grad.sum(1, keepdim=True)
 
 
 def _outer(x: Tensor, dz: Tensor, pieces: int = 8) -> Tensor:
