@@ -144,6 +144,16 @@ def test_the_policy_step_leaves_critics_alone_and_the_critic_step_the_policy() -
     assert all(k.startswith(("reward_critics.", "cost_critics.", "values.")) for k in changed)
 
 
+def test_work_beside_has_a_stream_that_no_copy_shares() -> None:
+    method, batch = make()
+    with method.beside.work(batch.rewards.device):  # on a CPU in its turn
+        actions = method.actions(batch)
+    method.beside.join()
+    assert torch.equal(actions, method.policy(batch))
+    method.beside._stream = object()
+    assert copy.deepcopy(method).beside._stream is None
+
+
 def test_targets_have_no_dropout_while_the_policy_trains() -> None:
     method, batch = make(bootstrap="policy", budget_critics=False, dropout=0.5, attention_dropout=0.5)
     for _ in range(2):  # also after an evaluation in between

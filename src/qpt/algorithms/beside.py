@@ -15,6 +15,9 @@ class Beside:
     def __init__(self) -> None:
         self._stream: Any = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Beside:
+        return Beside()  # a stream cannot be copied, nor should a copy share it
+
     @contextmanager
     def work(self, device: torch.device) -> Iterator[None]:
         """Begins when all that was asked for before is done; what is asked for after it need not wait."""

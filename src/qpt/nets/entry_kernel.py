@@ -37,25 +37,36 @@ def _norm_back(x, grad, gain, eps, D: tl.constexpr):  # type: ignore[no-untyped-
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _embedded(  # type: ignore[no-untyped-def]
+    return_ptr, cost_ptr, seen_ptr, done_ptr, small_ptr, rows, inside, KIND: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Tokens of a kind before they get their places, and the numbers that they stand for, if it is a kind of those."""
+    d = tl.arange(0, D)
+    if KIND < 2:
+        value = tl.load((return_ptr if KIND == 0 else cost_ptr) + rows, mask=inside, other=0.0)[:, None]
+        small = small_ptr + 2 * KIND * D + d
+        x = value * tl.load(small)[None, :] + tl.load(small + D)[None, :]
+    else:
+        places = (seen_ptr if KIND == 2 else done_ptr) + rows[:, None] * D + d[None, :]
+        x = tl.load(places, mask=inside[:, None], other=0.0).to(tl.float32)
+        value = x
+    return x, value
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _enter(  # type: ignore[no-untyped-def]
     return_ptr, cost_ptr, seen_ptr, done_ptr, step_ptr, small_ptr, place_ptr, gain_ptr, shift_ptr, out_ptr, count, eps,
     D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     rows, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
     inside = rows < count
-    there, wide = inside[:, None], rows[:, None] * D + d[None, :]
     place = tl.load(place_ptr + tl.load(step_ptr + rows, mask=inside, other=0)[:, None] * D + d[None, :])
     gain, shift = tl.load(gain_ptr + d)[None, :], tl.load(shift_ptr + d)[None, :]
     target = out_ptr + rows.to(tl.int64)[:, None] * (4 * D) + d[None, :]
     for kind in tl.static_range(4):
-        if kind < 2:
-            value = tl.load((return_ptr if kind == 0 else cost_ptr) + rows, mask=inside, other=0.0)[:, None]
-            small = small_ptr + 2 * kind * D + d
-            x = value * tl.load(small)[None, :] + tl.load(small + D)[None, :]
-        else:
-            x = tl.load((seen_ptr if kind == 2 else done_ptr) + wide, mask=there, other=0.0).to(tl.float32)
+        x, _value = _embedded(return_ptr, cost_ptr, seen_ptr, done_ptr, small_ptr, rows, inside, kind, D)
         standard, _scale = _standard(x + place, eps, D)
-        tl.store(target + kind * D, (standard * gain + shift).to(tl.bfloat16), mask=there)
+        tl.store(target + kind * D, (standard * gain + shift).to(tl.bfloat16), mask=inside[:, None])
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -78,12 +89,7 @@ def _enter_back(  # type: ignore[no-untyped-def]
         dplace = tl.zeros((ROWS, D), tl.float32)
         for kind in tl.static_range(4):
             grad = tl.load(source + kind * D, mask=there, other=0.0).to(tl.float32)
-            if kind < 2:
-                value = tl.load((return_ptr if kind == 0 else cost_ptr) + rows, mask=inside, other=0.0)[:, None]
-                small = small_ptr + 2 * kind * D + d
-                x = value * tl.load(small)[None, :] + tl.load(small + D)[None, :]
-            else:
-                x = tl.load((seen_ptr if kind == 2 else done_ptr) + wide, mask=there, other=0.0).to(tl.float32)
+            x, value = _embedded(return_ptr, cost_ptr, seen_ptr, done_ptr, small_ptr, rows, inside, kind, D)
             dx, more = _norm_back(x + place, grad, gain, eps, D)
             gains += more
             shifts += grad
