@@ -347,3 +347,23 @@ def test_the_best_checkpoint_is_the_most_rewarding_safe_one() -> None:
     assert best_evaluation(rows) is rows[1]
     rows = [row(1, (5, 1.5), (9, 3.0)), row(2, (1, 1.2), (1, 1.4))]
     assert best_evaluation(rows) is rows[1]
+
+
+def test_a_device_is_one_that_is_there_and_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qpt import training
+
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _name: None)
+    with pytest.raises(QptError, match="there is no device 'gpu'; use cpu, cuda or auto"):
+        training._device("gpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(QptError, match="no CUDA device here"):
+        training._device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(QptError, match="there is no device 'cuda:2': this machine has 2"):
+        training._device("cuda:2")
+    for name in ("cuda", "cuda:1"):
+        training._prepare(training._device(name), TrainConfig(task="BallCircle"))
+    assert current == [torch.device("cuda", 1)]

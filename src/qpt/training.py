@@ -157,14 +157,19 @@ def _device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise QptError("there is no CUDA device here; use --device cpu")
     try:
-        return parallel.place(torch.device(name))
+        device = parallel.place(torch.device(name))
     except RuntimeError as error:
         raise QptError(f"there is no device {name!r}; use cpu, cuda or auto") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise QptError(f"there is no device {str(device)!r}: this machine has {torch.cuda.device_count()} of its kind")
+    return device
 
 
 def _prepare(device: torch.device, config: TrainConfig) -> None:
     """Torch's own settings for this device; they hold for the whole process."""
     if config.threads or device.type == "cpu":
         torch.set_num_threads(config.threads or 1)
+    if device.index is not None and device.type == "cuda":
+        torch.cuda.set_device(device)  # streams, graphs and our own kernels are those of the current device
     if device.type == "cuda":  # TF32 for what bf16 leaves in fp32; "fp32" means what it says
         torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
