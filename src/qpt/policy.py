@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -260,6 +261,10 @@ class _Away:
         self._calls = 0
 
     def act(self, context: Context) -> Decision:
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            return self._act(context)
+
+    def _act(self, context: Context) -> Decision:
         for field, value in zip(self._fields, context, strict=False):  # the caller draws no noise here
             field.copy_(value)  # type: ignore[arg-type]
         self._there.copy_(self._here, non_blocking=True)
@@ -269,7 +274,8 @@ class _Away:
         elif self._graph is None:
             torch.cuda.synchronize(self.device)
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            with torch.cuda.graph(self._graph, stream=stream):  # torch's own would be of the GPU that it first saw
                 self._result = self._packed()
         if self._graph is not None:
             self._graph.replay()
