@@ -8,7 +8,6 @@ own Adam.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -16,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-if torch.cuda.is_available() and importlib.util.find_spec("triton"):
-    from qpt.algorithms import flat_kernel as kernel
-else:
-    kernel = None  # type: ignore[assignment]
+from qpt.nets import kernels
+
+kernel = kernels.load("qpt.algorithms.flat_kernel")
 
 ALIGNED = 4  # numbers; compiled kernels expect tensors to begin at whole 16 bytes
 PIECE = 4096  # numbers that one block of threads updates
@@ -109,7 +107,7 @@ class FlatAdam(torch.optim.Optimizer):
         if bounds not in self._blocks:  # in the first steps of a run, before any is captured
             self._blocks[bounds] = kernel.table(bounds, gradient.device)
         settings = self.param_groups[0]
-        return kernel.adamw(
+        norms: list[Tensor] = kernel.adamw(
             self._buffers,
             gradient,
             self._blocks[bounds],
@@ -121,6 +119,7 @@ class FlatAdam(torch.optim.Optimizer):
             eps=settings["eps"],
             clip=clip,
         )
+        return norms
 
     def _step_by_pytorch(self, gradient: Tensor, bounds: Sequence[int], clip: float | None) -> list[Tensor]:
         norms: list[Tensor] = []

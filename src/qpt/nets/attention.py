@@ -7,16 +7,13 @@ keeps every intermediate in registers, and the backward pass recomputes the weig
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-if torch.cuda.is_available() and importlib.util.find_spec("triton"):
-    from qpt.nets import attention_kernel as kernel
-else:
-    kernel = None  # type: ignore[assignment]
+from qpt.nets import kernels
+
+kernel = kernels.load("qpt.nets.attention_kernel")
 
 LONGEST = 128  # tokens of a window that one tile holds
 

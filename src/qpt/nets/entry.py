@@ -6,15 +6,12 @@ of it is little work on much memory; a compiler makes several kernels of it.
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor, nn
 
-if torch.cuda.is_available() and importlib.util.find_spec("triton"):
-    from qpt.nets import entry_kernel as kernel
-else:
-    kernel = None  # type: ignore[assignment]
+from qpt.nets import kernels
+
+kernel = kernels.load("qpt.nets.entry_kernel")
 
 WIDTHS = (16, 32, 64, 128, 256)  # powers of two of which a tile fits the registers
 

@@ -14,26 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qpt.nets.norm_kernel import rows_back, standard
+
 ROWS = 8  # steps that a program takes at a time
 PROGRAMS = 528  # of the way back, at most: four for every processor of an H100 or H200
 LAUNCH: dict[str, Any] = {"num_warps": 4}
-
-
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _standard(x, eps, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows with mean 0 and variance 1, and what they were multiplied by."""
-    centred = x - (tl.sum(x, 1) / D)[:, None]
-    scale = tl.rsqrt(tl.sum(centred * centred, 1) / D + eps)[:, None]
-    return centred * scale, scale
-
-
-@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _norm_back(x, grad, gain, eps, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The gradient of rows that are normed, and what gain and shift get of it."""
-    standard, scale = _standard(x, eps, D)
-    passed = grad * gain
-    mean, slope = (tl.sum(passed, 1) / D)[:, None], (tl.sum(passed * standard, 1) / D)[:, None]
-    return (passed - mean - standard * slope) * scale, grad * standard
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -65,8 +50,8 @@ def _enter(  # type: ignore[no-untyped-def]
     target = out_ptr + rows.to(tl.int64)[:, None] * (4 * D) + d[None, :]
     for kind in tl.static_range(4):
         x, _value = _embedded(return_ptr, cost_ptr, seen_ptr, done_ptr, small_ptr, rows, inside, kind, D)
-        standard, _scale = _standard(x + place, eps, D)
-        tl.store(target + kind * D, (standard * gain + shift).to(tl.bfloat16), mask=inside[:, None])
+        normed, _scale = standard(x + place, eps, D)
+        tl.store(target + kind * D, (normed * gain + shift).to(tl.bfloat16), mask=inside[:, None])
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -90,7 +75,7 @@ def _enter_back(  # type: ignore[no-untyped-def]
         for kind in tl.static_range(4):
             grad = tl.load(source + kind * D, mask=there, other=0.0).to(tl.float32)
             x, value = _embedded(return_ptr, cost_ptr, seen_ptr, done_ptr, small_ptr, rows, inside, kind, D)
-            dx, more = _norm_back(x + place, grad, gain, eps, D)
+            dx, more = rows_back(x + place, grad, gain, eps, D)
             gains += more
             shifts += grad
             dplace += dx

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -12,12 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qpt.nets import kernels
 from qpt.nets.pointwise import fused_mish, mish
 
-if torch.cuda.is_available() and importlib.util.find_spec("triton"):
-    from qpt.nets import mish_kernel as kernel
-else:
-    kernel = None  # type: ignore[assignment]
+kernel = kernels.load("qpt.nets.mish_kernel")
 
 WIDEST = 1024  # units of a layer that the kernel takes
 

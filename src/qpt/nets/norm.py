@@ -6,17 +6,15 @@ kernels that cost as much again; here a program goes over many rows and leaves o
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-if torch.cuda.is_available() and importlib.util.find_spec("triton"):
-    from qpt.nets import norm_kernel as kernel
-else:
-    kernel = None  # type: ignore[assignment]
+from qpt.nets import kernels
+
+kernel = kernels.load("qpt.nets.norm_kernel")
 
 WIDTHS = (16, 32, 64, 128, 256)  # powers of two of which a tile fits the registers
 

@@ -16,6 +16,23 @@ LAUNCH: dict[str, Any] = {"STAGES": 3, "num_warps": 4}  # tiles on their way whi
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def standard(x, eps, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows with mean 0 and variance 1, and what they were multiplied by."""
+    centred = x - (tl.sum(x, 1) / D)[:, None]
+    scale = tl.rsqrt(tl.sum(centred * centred, 1) / D + eps)[:, None]
+    return centred * scale, scale
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def rows_back(x, grad, gain, eps, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The gradient of rows that are normed, and what the gain gets of it; the shift gets `grad`."""
+    normed, scale = standard(x, eps, D)
+    passed = grad * gain
+    mean, slope = (tl.sum(passed, 1) / D)[:, None], (tl.sum(passed * normed, 1) / D)[:, None]
+    return (passed - mean - normed * slope) * scale, grad * normed
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _back(  # type: ignore[no-untyped-def]
     grad_ptr, x_ptr, gain_ptr, dx_ptr, sums_ptr, count, eps,
     D: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr, STAGES: tl.constexpr,
@@ -28,14 +45,9 @@ def _back(  # type: ignore[no-untyped-def]
         places, inside = rows.to(tl.int64)[:, None] * D + d[None, :], (rows < count)[:, None]
         x = tl.load(x_ptr + places, mask=inside, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + places, mask=inside, other=0.0).to(tl.float32)
-        centred = x - (tl.sum(x, 1) / D)[:, None]
-        scale = tl.rsqrt(tl.sum(centred * centred, 1) / D + eps)[:, None]
-        standard = centred * scale
+        dx, more = rows_back(x, grad, gain, eps, D)
+        gains += more
         shifts += grad
-        gains += grad * standard
-        grad *= gain
-        mean, slope = (tl.sum(grad, 1) / D)[:, None], (tl.sum(grad * standard, 1) / D)[:, None]
-        dx = (grad - mean - standard * slope) * scale
         tl.store(dx_ptr + places, dx.to(dx_ptr.dtype.element_ty), mask=inside)
     tl.store(sums_ptr + program * 2 * D + d, tl.sum(gains, 0))
     tl.store(sums_ptr + program * 2 * D + D + d, tl.sum(shifts, 0))

@@ -7,16 +7,14 @@ writes y. A backward pass needs them in memory; there GELU and its slope are par
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-if torch.cuda.is_available() and importlib.util.find_spec("triton"):
-    from qpt.nets import perceptron_kernel as kernel
-else:
-    kernel = None  # type: ignore[assignment]
+from qpt.nets import kernels
+
+kernel = kernels.load("qpt.nets.perceptron_kernel")
 
 WIDTHS = (16, 32, 64, 128)  # powers of two of which a tile's sums fit the registers
 
@@ -25,22 +23,20 @@ def mix(x: Tensor, norm: nn.LayerNorm, mlp: nn.Sequential) -> Tensor:
     """x + mlp(norm(x)), for an mlp of linear, GELU, linear, dropout."""
     first, second = cast(nn.Linear, mlp[0]), cast(nn.Linear, mlp[2])
     out: Tensor
-    if not _fits(x, first):
+    if not _fits(x, first, mlp.training):
         out = x + mlp(norm(x))
     elif torch.is_grad_enabled():
         weights = (first.weight, first.bias, second.weight, second.bias)
         out = x + mlp[3](_Perceptron.apply(norm(x).to(x.dtype), *weights))  # type: ignore[no-untyped-call]
-    elif not mlp.training:
+    else:
         narrow = (first.weight.to(x.dtype), first.bias, second.weight.to(x.dtype), second.bias)
         out = kernel.perceptron(x, norm.weight, norm.bias, *narrow, norm.eps)
-    else:
-        out = x + mlp(norm(x))
     return out
 
 
-def _fits(x: Tensor, first: nn.Linear) -> bool:
+def _fits(x: Tensor, first: nn.Linear, training: bool) -> bool:
     """With gradients only in a compiled step: what surrounds the products of the backward pass is fused there alone."""
-    pays = torch.compiler.is_compiling() or not torch.is_grad_enabled()
+    pays = torch.compiler.is_compiling() if torch.is_grad_enabled() else not training
     narrow = kernel is not None and x.is_cuda and x.dtype is torch.bfloat16
     return pays and narrow and x.shape[-1] in WIDTHS and first.out_features == 4 * x.shape[-1] and x.numel() > 0
 
