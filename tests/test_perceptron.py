@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernels import DEVICE, load, products_of_bf16  # noqa: F401
-from qpt.nets import perceptron
+from qpt.nets import perceptron, residual
 from qpt.nets.transformer import Block
 
 kernel = load("qpt.nets.perceptron_kernel")
@@ -92,20 +92,20 @@ def test_what_learns_and_its_gradients_equal_float64(monkeypatch: pytest.MonkeyP
 
     torch._dynamo.reset()
     x, w1, w2 = draw(3, 43, 32).bfloat16(), draw(128, 32, scale=0.3), draw(32, 128, scale=0.1)
-    leaves = [t.clone().requires_grad_() for t in (x, w1, draw(128), w2, draw(32))]
+    leaves = [t.clone().requires_grad_() for t in (x, w1, draw(128), w2)]
     out = (torch.compile(run, backend="aot_eager") if compiled else run)(*leaves)
     grad = draw(3, 43, 32).bfloat16()
     found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-    assert [t.dtype for t in found] == [torch.bfloat16, torch.bfloat16, *[torch.float32] * 4]
+    assert [t.dtype for t in found] == [torch.bfloat16, torch.bfloat16, *[torch.float32] * 3]
     wide = [t.detach().double().requires_grad_() for t in leaves]
-    right = F.linear(F.gelu(F.linear(*wide[:3])), *wide[3:])
+    right = F.linear(F.gelu(F.linear(*wide[:3])), wide[3])
     for got, wanted in zip(found, [right.detach(), *torch.autograd.grad(right, wide, grad.double())], strict=True):
         assert got.shape == wanted.shape
         assert error(got, wanted) < TOLERANCE
 
 
 def test_a_block_uses_each_only_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    block = Block(16, 2, 0.3, 0.0).to(DEVICE)
+    block, following = Block(16, 2, 0.3, 0.0).to(DEVICE), nn.LayerNorm(16).to(DEVICE)
     x = torch.randn(6, 8, 16, device=DEVICE).bfloat16()
     if DEVICE == "cpu":
 
@@ -122,13 +122,19 @@ def test_a_block_uses_each_only_where_it_pays(monkeypatch: pytest.MonkeyPatch) -
 
         return staticmethod(call)
 
+    def added(x: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
+        calls.append("added")
+        return x, x
+
     monkeypatch.setattr(perceptron, "kernel", type("Counted", (), {"perceptron": counted("whole")}))
     monkeypatch.setattr(perceptron, "_Perceptron", type("Counted", (), {"apply": counted("learned")}))
+    monkeypatch.setattr(residual, "add", added)
 
     def runs(x: Tensor = x) -> list[str]:
         calls.clear()
         with torch.autocast(DEVICE, torch.bfloat16):
-            assert perceptron.mix(x, block.norm2, block.mlp).shape == x.shape
+            for result in block._rest(x, x, following):
+                assert result.shape == x.shape
         return list(calls)
 
     assert runs() == []  # with gradients, and not compiled
@@ -139,7 +145,7 @@ def test_a_block_uses_each_only_where_it_pays(monkeypatch: pytest.MonkeyPatch) -
     block.train()
     with monkeypatch.context() as compiling:
         compiling.setattr(torch.compiler, "is_compiling", lambda: True)
-        assert runs() == ["learned"]
+        assert runs() == ["added", "learned", "added"]
         assert runs(x.float()) == []
     block.eval()
     block.mlp[0] = nn.Linear(16, 32, device=DEVICE)

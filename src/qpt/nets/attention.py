@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qpt.nets import kernels
+from qpt.nets.pointwise import draw_seed
 
 kernel = kernels.load("qpt.nets.attention_kernel")
 
@@ -22,7 +23,7 @@ def self_attention(qkv: Tensor, heads: int, dropout: float = 0.0) -> Tensor:
     """Causal attention of every token, from queries, keys and values side by side: [B, L, 3 D] -> [B, L, D]."""
     width = qkv.shape[-1] // 3
     if _fits(qkv, qkv.shape[1], width // heads):
-        out: Tensor = kernel.self_attention(qkv, _seed(qkv, dropout), heads, dropout)
+        out: Tensor = kernel.self_attention(qkv, draw_seed(qkv.device, dropout), heads, dropout)
         return out
     q, k, v = torch.unflatten(qkv, -1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, L, d]
     return _merge(F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True))
@@ -32,7 +33,7 @@ def query_attention(q: Tensor, kv: Tensor, places: Tensor, heads: int, dropout: 
     """Attention of the tokens at `places` ([M] or [B, M]) to all up to their own: q [B, M, D], kv [B, L, 2 D]."""
     if _fits(q, kv.shape[1], q.shape[-1] // heads):
         last = places.to(torch.int32).expand(q.shape[:2])
-        out: Tensor = kernel.query_attention(q, kv, last, _seed(q, dropout), heads, dropout)
+        out: Tensor = kernel.query_attention(q, kv, last, draw_seed(q.device, dropout), heads, dropout)
         return out
     k, v = torch.unflatten(kv, -1, (2, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     split = torch.unflatten(q, -1, (heads, -1)).transpose(1, 2)
@@ -48,10 +49,3 @@ def _merge(out: Tensor) -> Tensor:
 def _fits(x: Tensor, length: int, head_width: int) -> bool:
     small = length <= LONGEST and head_width in (16, 32, 64)
     return kernel is not None and x.is_cuda and x.dtype is torch.bfloat16 and small
-
-
-def _seed(x: Tensor, dropout: float) -> Tensor:
-    """Drawn on the device, so that every replay of a captured step has a mask of its own."""
-    if dropout == 0.0:
-        return torch.zeros(1, dtype=torch.int32, device=x.device)
-    return torch.randint(2**31 - 1, (1,), dtype=torch.int32, device=x.device)

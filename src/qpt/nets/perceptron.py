@@ -19,43 +19,47 @@ kernel = kernels.load("qpt.nets.perceptron_kernel")
 WIDTHS = (16, 32, 64, 128)  # powers of two of which a tile's sums fit the registers
 
 
+def fits(x: Tensor, mlp: nn.Sequential) -> bool:
+    """Whether `mix` (without gradients, and where no dropout is on) or `branch` (with them) takes this stream.
+
+    With gradients only in a compiled step: what surrounds the products of the backward pass is fused there alone.
+    """
+    pays = torch.compiler.is_compiling() if torch.is_grad_enabled() else not mlp.training
+    narrow = kernel is not None and x.is_cuda and x.dtype is torch.bfloat16
+    fourfold = cast(nn.Linear, mlp[0]).out_features == 4 * x.shape[-1]
+    return pays and narrow and fourfold and x.shape[-1] in WIDTHS and x.numel() > 0
+
+
 def mix(x: Tensor, norm: nn.LayerNorm, mlp: nn.Sequential) -> Tensor:
-    """x + mlp(norm(x)), for an mlp of linear, GELU, linear, dropout."""
+    """x + mlp(norm(x)) without gradients, for an mlp of linear, GELU, linear, dropout."""
     first, second = cast(nn.Linear, mlp[0]), cast(nn.Linear, mlp[2])
-    out: Tensor
-    if not _fits(x, first, mlp.training):
-        out = x + mlp(norm(x))
-    elif torch.is_grad_enabled():
-        weights = (first.weight, first.bias, second.weight, second.bias)
-        out = x + mlp[3](_Perceptron.apply(norm(x).to(x.dtype), *weights))  # type: ignore[no-untyped-call]
-    else:
-        narrow = (first.weight.to(x.dtype), first.bias, second.weight.to(x.dtype), second.bias)
-        out = kernel.perceptron(x, norm.weight, norm.bias, *narrow, norm.eps)
+    narrow = (first.weight.to(x.dtype), first.bias, second.weight.to(x.dtype), second.bias)
+    out: Tensor = kernel.perceptron(x, norm.weight, norm.bias, *narrow, norm.eps)
     return out
 
 
-def _fits(x: Tensor, first: nn.Linear, training: bool) -> bool:
-    """With gradients only in a compiled step: what surrounds the products of the backward pass is fused there alone."""
-    pays = torch.compiler.is_compiling() if torch.is_grad_enabled() else not training
-    narrow = kernel is not None and x.is_cuda and x.dtype is torch.bfloat16
-    return pays and narrow and x.shape[-1] in WIDTHS and first.out_features == 4 * x.shape[-1] and x.numel() > 0
+def branch(normed: Tensor, mlp: nn.Sequential) -> Tensor:
+    """What `mlp` makes of a normed stream, before the bias of its last layer and dropout."""
+    first, second = cast(nn.Linear, mlp[0]), cast(nn.Linear, mlp[2])
+    out: Tensor = _Perceptron.apply(normed, first.weight, first.bias, second.weight)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _Perceptron(torch.autograd.Function):
-    """gelu(x w1ᵀ + b1) w2ᵀ + b2: x [..., D] in bf16, w1 [H, D], w2 [D, H] and biases in float32 -> [..., D] in bf16."""
+    """gelu(x w1ᵀ + b1) w2ᵀ: x [..., D] in bf16, w1 [H, D], b1 [H] and w2 [D, H] in float32 -> [..., D] in bf16."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor) -> Tensor:
         rows, w1, w2 = x.reshape(-1, x.shape[-1]), w1.bfloat16(), w2.bfloat16()
         a, active = kernel.ahead(rows, w1, b1)
         ctx.save_for_backward(rows, w1, w2, a, active)
-        return torch.addmm(b2.bfloat16(), active, w2.mT).view(x.shape)
+        return torch.mm(active, w2.mT).view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         rows, w1, w2, a, active = ctx.saved_tensors
         dy = grad.reshape(-1, grad.shape[-1])
         da, parts = kernel.back(dy, w2, a)
         dx = torch.mm(da, w1).view(grad.shape)
         dw1, dw2 = torch.mm(da.mT, rows), torch.mm(dy.mT, active)
-        return dx, dw1.float(), parts.sum(0), dw2.float(), dy.sum(0, dtype=torch.float32)
+        return dx, dw1.float(), parts.sum(0), dw2.float()

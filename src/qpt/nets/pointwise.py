@@ -134,9 +134,20 @@ class Dropout(nn.Module):
             return x
         if not (x.is_cuda and torch.compiler.is_compiling()):
             return F.dropout(x, self.rate)
-        seed = torch.randint(2**31 - 1, (1,), dtype=torch.int32, device=x.device)
-        kept = uniform_bits(torch.arange(x.numel(), dtype=torch.int32, device=x.device) ^ seed) >= self.rate * 2**24
-        return torch.where(kept.view(x.shape), x / (1 - self.rate), 0.0)
+        return torch.where(keeps(x.shape, draw_seed(x.device, self.rate), self.rate), x / (1 - self.rate), 0.0)
+
+
+def draw_seed(device: torch.device, rate: float) -> Tensor:
+    """Drawn on the device, so that every replay of a captured step has a mask of its own; not drawn for a rate of 0."""
+    if rate == 0.0:
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    return torch.randint(2**31 - 1, (1,), dtype=torch.int32, device=device)
+
+
+def keeps(shape: torch.Size, seed: Tensor, rate: float) -> Tensor:
+    """Which entries dropout leaves: a hash of the seed and their place."""
+    places = torch.arange(shape.numel(), dtype=torch.int32, device=seed.device)
+    return (uniform_bits(places ^ seed) >= rate * 2**24).view(shape)
 
 
 def uniform_bits(x: Tensor) -> Tensor:

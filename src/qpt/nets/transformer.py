@@ -8,10 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qpt.nets import entry
+from qpt.nets import entry, perceptron, residual
 from qpt.nets.attention import query_attention, self_attention
-from qpt.nets.norm import Norm
-from qpt.nets.perceptron import mix
 from qpt.nets.pointwise import GELU, Dropout
 
 TOKENS = 4  # a step is return-to-go, cost-to-go, state, action
@@ -24,58 +22,73 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float, attention_dropout: float) -> None:
         super().__init__()
         self.heads, self.attention_dropout = heads, attention_dropout
-        self.norm1, self.norm2 = Norm(width), Norm(width)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.project = nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), GELU(), nn.Linear(4 * width, width), Dropout(dropout))
         self.dropout = Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Every token: [B, L, D] -> [B, L, D]."""
-        attended = self_attention(self.qkv(self.norm1(x)), self.heads, self._rate())
-        return self._mix(x + self._project(attended))
+    def forward(self, x: Tensor, normed: Tensor, following: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+        """Every token [B, L, D], given as it is and normed (by `norm1`); so is the result, by the norm that follows."""
+        return self._rest(x, self_attention(self.qkv(normed), self.heads, self._rate()), following)
 
-    def read(self, x: Tensor, kinds: tuple[int, ...], places: Tensor) -> Tensor:
-        """Only the tokens of the given kinds, at the given places [M] of the window: [B, L, D] -> [B, M, D]."""
-        return self._read(x, _pick(x, kinds), places)
+    def read(self, x: Tensor, normed: Tensor, kinds: tuple[int, ...], following: nn.LayerNorm) -> Tensor:
+        """Only the tokens of the given kinds, normed by what follows: [B, L, D] -> [B, M, D]."""
+        places = _pick(torch.arange(x.shape[1], device=x.device)[None, :, None], kinds)[0, :, 0]
+        return self._read(_pick(x, kinds), _pick(normed, kinds), normed, places, following)
 
-    def read_at(self, x: Tensor, places: Tensor) -> Tensor:
-        """One token of every window, at places [B]: [B, L, D] -> [B, 1, D]."""
-        return self._read(x, x.gather(1, places[:, None, None].expand(-1, 1, x.shape[-1])), places[:, None])
+    def read_at(self, x: Tensor, normed: Tensor, places: Tensor, following: nn.LayerNorm) -> Tensor:
+        """One token of every window, at places [B], normed by what follows: [B, L, D] -> [B, 1, D]."""
+        there = places[:, None, None].expand(-1, 1, x.shape[-1])
+        return self._read(x.gather(1, there), normed.gather(1, there), normed, places[:, None], following)
 
-    def _read(self, x: Tensor, chosen: Tensor, places: Tensor) -> Tensor:
-        width = x.shape[-1]
-        q = F.linear(self.norm1(chosen), self.qkv.weight[:width], self.qkv.bias[:width])
-        kv = F.linear(self.norm1(x), self.qkv.weight[width:], self.qkv.bias[width:])
-        return self._mix(chosen + self._project(query_attention(q, kv, places, self.heads, self._rate())))
+    def _read(self, chosen: Tensor, asking: Tensor, normed: Tensor, places: Tensor, following: nn.LayerNorm) -> Tensor:
+        width = chosen.shape[-1]
+        q = F.linear(asking, self.qkv.weight[:width], self.qkv.bias[:width])
+        kv = F.linear(normed, self.qkv.weight[width:], self.qkv.bias[width:])
+        return self._rest(chosen, query_attention(q, kv, places, self.heads, self._rate()), following)[1]
 
     def _rate(self) -> float:
         return self.attention_dropout if self.training else 0.0
 
-    def _project(self, attended: Tensor) -> Tensor:
-        projected: Tensor = self.dropout(self.project(attended))
-        return projected
+    def _rest(self, x: Tensor, attended: Tensor, following: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+        """All behind attention: its projection and the perceptron, each added to the stream; then the next norm."""
+        if not perceptron.fits(x, self.mlp):
+            x = x + self.dropout(self.project(attended))
+            x = x + self.mlp(self.norm2(x))
+        elif torch.is_grad_enabled():
+            rate, last = self.dropout.rate if self.training else 0.0, cast(nn.Linear, self.mlp[2])
+            x, normed = residual.add(x, F.linear(attended, self.project.weight), self.project.bias, rate, self.norm2)
+            return residual.add(x, perceptron.branch(normed, self.mlp), last.bias, rate, following)
+        else:
+            x = perceptron.mix(x + self.project(attended), self.norm2, self.mlp)
+        return x, following(x)
 
-    def _mix(self, x: Tensor) -> Tensor:
-        """The perceptron's half of the block."""
-        return mix(x, self.norm2, self.mlp)
-
-    def _split(self, x: Tensor) -> tuple[Tensor, ...]:
+    def _split(self, normed: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values, each [B, H, L, d]."""
-        return torch.unflatten(self.qkv(self.norm1(x)), -1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        return torch.unflatten(self.qkv(normed), -1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
     # -- one step for many candidates that share their history ---------------------------------------------------------
 
-    def prefix(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def prefix(self, x: Tensor, normed: Tensor, following: nn.LayerNorm) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The block on the shared history, and the keys and values that the candidates attend to."""
-        q, k, v = self._split(x)
+        q, k, v = self._split(normed)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self._mix(x + self._project(attended.transpose(1, 2).flatten(2))), k, v
+        return *self._rest(x, attended.transpose(1, 2).flatten(2), following), k, v
 
-    def suffix(self, x: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, candidates: int) -> Tensor:
+    def suffix(
+        self,
+        x: Tensor,
+        normed: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor,
+        candidates: int,
+        following: nn.LayerNorm,
+    ) -> tuple[Tensor, Tensor]:
         """Tokens of the current step [B, m * J, D] attend to the shared keys [B, H, P, d] and causally to their own."""
         own = x.shape[1] // candidates
-        q, k2, v2 = self._split(x)  # [B, H, m * J, d]
+        q, k2, v2 = self._split(normed)  # [B, H, m * J, d]
         scale = q.shape[-1] ** -0.5
         shared = q @ k.transpose(-1, -2) * scale  # [B, H, m * J, P]
         shared = shared.masked_fill(~key_mask[:, None, None], float("-inf"))
@@ -85,13 +98,12 @@ class Block(nn.Module):
         weights = torch.cat([torch.unflatten(shared, 2, (candidates, own)), local], -1).softmax(-1)
         past = shared.shape[-1]
         out = (weights[..., :past].flatten(2, 3) @ v) + (weights[..., past:] @ v2).flatten(2, 3)
-        return self._mix(x + self._project(out.transpose(1, 2).flatten(2)))
+        return self._rest(x, out.transpose(1, 2).flatten(2), following)
 
 
 def _pick(x: Tensor, kinds: tuple[int, ...]) -> Tensor:
-    """The tokens of the given kinds of each step: [B, 4K, D] -> [B, K * len(kinds), D]."""
-    steps = torch.unflatten(x, 1, (-1, TOKENS))
-    return torch.cat([steps[:, :, kind : kind + 1] for kind in kinds], 2).flatten(1, 2)
+    """The tokens of the given kinds of each step: [B, L, D] -> [B, K * len(kinds), D]."""
+    return torch.stack([x[:, kind::TOKENS] for kind in kinds], 2).flatten(1, 2)
 
 
 def _scaled(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -131,7 +143,7 @@ class TrajectoryTransformer(nn.Module):
         self.embed_observation = nn.Linear(len(observation_mean), width)
         self.embed_action = nn.Linear(action_dim, width)
         self.embed_step = nn.Embedding(horizon + context, width)  # padded steps beyond the horizon need a row too
-        self.norm_in, self.norm_out, self.dropout = Norm(width), Norm(width), Dropout(dropout)
+        self.norm_in, self.norm_out, self.dropout = nn.LayerNorm(width), nn.LayerNorm(width), Dropout(dropout)
         self.blocks = nn.ModuleList(Block(width, heads, dropout, attention_dropout) for _ in range(layers))
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -153,28 +165,44 @@ class TrajectoryTransformer(nn.Module):
 
         With `last` [B], only at the state token of that step of each window: [B, 1, 1, D].
         """
-        x = self._enter(return_to_go, cost_to_go, observations, actions, steps).flatten(1, 2)  # [B, 4K, D]
-        for block in self.blocks[:-1]:
-            x = block(x)
-        final = cast(Block, self.blocks[-1])
+        inputs = (return_to_go, cost_to_go, observations, actions, steps)
+        length = TOKENS * steps.shape[1] - (ACTION not in kinds)  # nothing looks back at a window's last action
+        x, normed = self._begin(*self._embed(*inputs), length)
+        *blocks, (final, norm_out) = self._chain()
+        for block, following in blocks:
+            x, normed = block(x, normed, following)
         if last is not None:
-            return self.norm_out(final.read_at(x, last * TOKENS + STATE))[:, None]  # type: ignore[no-any-return]
-        tokens = torch.arange(observations.shape[1] * TOKENS, device=x.device)
-        x = final.read(x, kinds, _pick(tokens[None, :, None], kinds)[0, :, 0])
-        return torch.unflatten(self.norm_out(x), 1, (-1, len(kinds)))
+            return final.read_at(x, normed, last * TOKENS + STATE, norm_out)[:, None]
+        return torch.unflatten(final.read(x, normed, kinds, norm_out), 1, (-1, len(kinds)))
 
-    def _enter(
+    def _chain(self) -> list[tuple[Block, nn.LayerNorm]]:
+        """Every block, and the norm behind it."""
+        blocks = [cast(Block, block) for block in self.blocks]
+        return list(zip(blocks, [*(block.norm1 for block in blocks[1:]), self.norm_out], strict=True))
+
+    def _embed(
         self, return_to_go: Tensor, cost_to_go: Tensor, observations: Tensor, actions: Tensor, steps: Tensor
-    ) -> Tensor:
-        """What the first block is given: [..., 4, D]."""
+    ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor, Tensor]:
+        """What tokens are made of: return- and cost-to-go, embedded observations and actions, and the steps."""
         scalars = return_to_go * self.return_scale, self.cost_offset - cost_to_go * self.cost_scale
-        layers = self.embed_return, self.embed_cost
         seen, done = self.embed_observation((observations - self.mean) / self.std), self.embed_action(actions)
+        return scalars, seen, done, steps
+
+    def _begin(
+        self, scalars: tuple[Tensor, Tensor], seen: Tensor, done: Tensor, steps: Tensor, length: int
+    ) -> tuple[Tensor, Tensor]:
+        """The first tokens of the windows [B, length, D], and the same normed for the first block."""
+        norm = cast(Block, self.blocks[0]).norm1
         if entry.fits(seen, done):
-            tokens = entry.enter(scalars, layers, seen, done, steps, self.embed_step, self.norm_in)
-        else:
-            kinds = [*map(_scaled, layers, scalars), seen, done]
-            tokens = self._narrow(self.norm_in(torch.stack(kinds, -2) + self.embed_step(steps)[..., None, :]))
+            layers, rate = (self.embed_return, self.embed_cost), self.dropout.rate if self.training else 0.0
+            return entry.enter(scalars, layers, seen, done, steps, self.embed_step, (self.norm_in, norm), length, rate)
+        x = self._enter(scalars, seen, done, steps).flatten(1, 2)[:, :length].contiguous()
+        return x, norm(x)
+
+    def _enter(self, scalars: tuple[Tensor, Tensor], seen: Tensor, done: Tensor, steps: Tensor) -> Tensor:
+        """The tokens of steps: [..., 4, D]."""
+        kinds = [*map(_scaled, (self.embed_return, self.embed_cost), scalars), seen, done]
+        tokens = self._narrow(self.norm_in(torch.stack(kinds, -2) + self.embed_step(steps)[..., None, :]))
         entered: Tensor = self.dropout(tokens)
         return entered
 
@@ -197,19 +225,19 @@ class TrajectoryTransformer(nn.Module):
     ) -> Tensor:
         """Hidden state of the current step for m candidates: [B, m, D]. Their common history is computed once."""
         rows, m = torch.arange(last.shape[0], device=last.device), return_candidates.shape[1]
-        current = self._enter(
+        current = self._embed(
             return_candidates,
             cost_candidates,
             observations[rows, last][:, None].expand(-1, m, -1),
             actions[rows, last][:, None].expand(-1, m, -1),
             steps[rows, last][:, None].expand(-1, m),
-        )[:, :, :ACTION]  # the current action is not known yet: [B, m, 3, D]
-        y = current.flatten(1, 2)
-        x = self._enter(return_to_go, cost_to_go, observations, actions, steps).flatten(1, 2)
+        )
+        y = self._enter(*current)[:, :, :ACTION].flatten(1, 2)  # the current action is not known yet: [B, m * 3, D]
+        own = cast(Block, self.blocks[0]).norm1(y)
+        history = self._embed(return_to_go, cost_to_go, observations, actions, steps)
+        x, normed = self._begin(*history, TOKENS * steps.shape[1])
         earlier = torch.arange(x.shape[1], device=x.device) < (last * TOKENS)[:, None]  # [B, 4K]
-        for module in self.blocks:
-            block = cast(Block, module)
-            x, k, v = block.prefix(x)
-            y = block.suffix(y, k, v, earlier, m)
-        hidden: Tensor = self.norm_out(torch.unflatten(y, 1, (m, ACTION))[:, :, STATE])
-        return hidden
+        for block, following in self._chain():
+            x, normed, k, v = block.prefix(x, normed, following)
+            y, own = block.suffix(y, own, k, v, earlier, m, following)
+        return torch.unflatten(own, 1, (m, ACTION))[:, :, STATE]
