@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels import DEVICE, load, products_of_bf16  # noqa: F401
 from qpt.nets import attention
@@ -87,6 +87,43 @@ def test_attention_of_some_tokens_equals_float64(length: int, rate: float) -> No
         right,
         [draw(BATCH, queries, HEADS * WIDTH), draw(BATCH, length, 2 * HEADS * WIDTH)],
     )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("some", [False, True])
+def test_a_layer_and_its_attention_learn_as_in_float64(
+    some: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    length, width = 39, HEADS * WIDTH
+    places = torch.arange(2, length, 4, device=DEVICE) if some else torch.arange(length, device=DEVICE)
+    layer, seed = nn.Linear(width, 3 * width).to(DEVICE), torch.tensor([7], dtype=torch.int32, device=DEVICE)
+    monkeypatch.setattr(attention, "kernel", kernel)
+    monkeypatch.setattr(attention, "draw_seed", lambda *_: seed)
+    monkeypatch.setattr(attention, "_learns", lambda *_: True)
+    x, asking = draw(BATCH, length, width).requires_grad_(), draw(BATCH, len(places), width).requires_grad_()
+
+    def run(x: Tensor, asking: Tensor) -> Tensor:
+        if some:
+            return attention.ask(x, asking, places, layer, HEADS, 0.3)
+        return attention.attend(x, layer, HEADS, 0.3)
+
+    torch._dynamo.reset()
+    out = (torch.compile(run, backend="aot_eager") if compiled else run)(x, asking)
+    leaves = [x, layer.weight, layer.bias, *([asking] if some else [])]
+    grad = draw(*out.shape)
+    found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    q = torch.nn.functional.linear(wide[3] if some else wide[0], wide[1][:width], wide[2][:width])
+    k, v = torch.nn.functional.linear(wide[0], wide[1][width:], wide[2][width:]).chunk(2, -1)
+    mask = kept(7, len(places), length, 0.3)
+    right = slow(q, k, v, places.expand(BATCH, -1), mask, 0.3)
+    wanted = [right.detach(), *torch.autograd.grad(right, wide, grad.double())]
+    for got, expected in zip(found, wanted, strict=True):
+        assert got.shape == expected.shape
+        assert ((got.double() - expected).norm() / expected.norm()).item() < TOLERANCE
+    assert not found[3][width : 2 * width].any()  # of the keys' bias
+    assert [t.dtype for t in found[:4]] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
 
 
 def test_the_right_share_is_dropped_and_neighbours_do_not_matter() -> None:

@@ -79,7 +79,7 @@ def _forward(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _backward(  # type: ignore[no-untyped-def]
-    q_ptr, kv_ptr, last_ptr, seed_ptr, grad_ptr, dq_ptr, dkv_ptr, last_batch, last_row, q_batch, q_row,
+    q_ptr, kv_ptr, last_ptr, seed_ptr, grad_ptr, dq_ptr, dkv_ptr, sums_ptr, last_batch, last_row, q_batch, q_row,
     kv_batch, kv_row, dq_batch, dq_row, dkv_batch, dkv_row, scale, rate, limit,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DROPOUT: tl.constexpr,
@@ -106,6 +106,9 @@ def _backward(  # type: ignore[no-untyped-def]
     target = dkv_ptr + batch * dkv_batch
     _put(target, dkv_row, columns, d, KEYS, dk)
     _put(target + HEADS * D, dkv_row, columns, d, KEYS, dv)
+    sums = sums_ptr + batch * (2 * HEADS * D) + d
+    tl.store(sums, tl.sum(dq, 0))
+    tl.store(sums + HEADS * D, tl.sum(dv, 0))
 
 
 # A causal window is a triangle: cut into a first tile of A tokens and a rest of C, the empty square is never touched.
@@ -153,7 +156,7 @@ def _forward_all(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _backward_all(  # type: ignore[no-untyped-def]
-    qkv_ptr, seed_ptr, grad_ptr, out_ptr, batch_stride, row, scale, rate, limit,
+    qkv_ptr, seed_ptr, grad_ptr, out_ptr, sums_ptr, batch_stride, row, scale, rate, limit,
     LENGTH: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, A: tl.constexpr, C: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -173,7 +176,9 @@ def _backward_all(  # type: ignore[no-untyped-def]
     factor = 1 / (total * (1 - rate))  # of every row; the rate is 0 without dropout
     dv1 = tl.dot(tl.trans(dropped.to(v1.dtype)), _scaled(g1, factor))
     scores = (weights * (passed - (tl.sum(weights * passed, 1) / total)[:, None])).to(v1.dtype)
-    _put(target, 3 * W, first, d, LENGTH, tl.dot(scores, k1) * (factor * scale)[:, None])
+    dq = tl.dot(scores, k1) * (factor * scale)[:, None]
+    _put(target, 3 * W, first, d, LENGTH, dq)
+    sum_q, sum_v = tl.sum(dq, 0), tl.zeros((D,), tl.float32)
     dk1 = tl.dot(tl.trans(scores), _scaled(q1, factor * scale))
     if C > 0:
         second = A + tl.arange(0, C)
@@ -191,13 +196,18 @@ def _backward_all(  # type: ignore[no-untyped-def]
         dv2 = tl.dot(tl.trans(d2.to(v1.dtype)), arrived)
         mean = ((tl.sum(w1 * p1, 1) + tl.sum(w2 * p2, 1)) / total)[:, None]
         s1, s2 = (w1 * (p1 - mean)).to(v1.dtype), (w2 * (p2 - mean)).to(v1.dtype)
-        dq = tl.dot(s1, k1) + tl.dot(s2, k2)
-        _put(target, 3 * W, second, d, LENGTH, dq * (factor * scale)[:, None])
+        dq = (tl.dot(s1, k1) + tl.dot(s2, k2)) * (factor * scale)[:, None]
+        _put(target, 3 * W, second, d, LENGTH, dq)
+        sum_q += tl.sum(dq, 0)
         dk1 += tl.dot(tl.trans(s1), asked)
         _put(target + W, 3 * W, second, d, LENGTH, tl.dot(tl.trans(s2), asked))
         _put(target + 2 * W, 3 * W, second, d, LENGTH, dv2)
+        sum_v += tl.sum(dv2, 0)
     _put(target + W, 3 * W, first, d, LENGTH, dk1)
     _put(target + 2 * W, 3 * W, first, d, LENGTH, dv1)
+    sums = sums_ptr + batch * (2 * W) + d
+    tl.store(sums, sum_q)
+    tl.store(sums + W, sum_v + tl.sum(dv1, 0))
 
 
 def _drop(rate: float) -> tuple[float, int]:
@@ -248,18 +258,23 @@ def _run(q: Tensor, kv: Tensor, last: Tensor, seed: Tensor, heads: int, dropout:
 
 
 def _run_back(
-    grad: Tensor, q: Tensor, kv: Tensor, dq: Tensor, dkv: Tensor, last: Tensor, seed: Tensor, heads: int, rate: float
-) -> None:
-    """Fills dq and dkv."""
+    grad: Tensor, q: Tensor, kv: Tensor, dq: Tensor, dkv: Tensor, sums: Tensor, last: Tensor, seed: Tensor, heads: int,
+    rate: float,
+) -> None:  # fmt: skip
+    """Fills dq, dkv and sums."""
     sizes = _sizes(q, kv, heads, rate)
     strides = [x.stride(i) for x in (last, q, kv, dq, dkv) for i in (0, 1)]
     _backward[(q.shape[0] * heads,)](
-        q, kv, last, seed, grad.contiguous(), dq, dkv, *strides, sizes["D"] ** -0.5, *_drop(rate), **sizes
+        q, kv, last, seed, grad.contiguous(), dq, dkv, sums, *strides, sizes["D"] ** -0.5, *_drop(rate), **sizes
     )
 
 
 def _empty(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _sums(x: Tensor, width: int) -> Tensor:
+    return torch.empty((len(x), 2, width), dtype=torch.float32, device=x.device)
 
 
 # -- every token: queries, keys and values in one tensor, and so their gradients ---------------------------------------
@@ -282,17 +297,22 @@ def _(qkv: Tensor, seed: Tensor, heads: int, dropout: float) -> Tensor:
 
 
 @torch.library.custom_op("qpt::self_attention_backward", mutates_args=())
-def self_attention_backward(grad: Tensor, qkv: Tensor, seed: Tensor, heads: int, dropout: float) -> Tensor:
+def self_attention_backward(
+    grad: Tensor, qkv: Tensor, seed: Tensor, heads: int, dropout: float
+) -> tuple[Tensor, Tensor]:
+    """The gradient of qkv, and its sum over every window's queries and values [B, 2, D]; over keys it is 0."""
     qkv = qkv.contiguous()
-    out, sizes = _empty(qkv), _all_sizes(qkv, heads, dropout)
-    places = (qkv, seed, grad.contiguous(), out, qkv.stride(0), qkv.stride(1))
+    out, sums, sizes = _empty(qkv), _sums(qkv, grad.shape[-1]), _all_sizes(qkv, heads, dropout)
+    places = (qkv, seed, grad.contiguous(), out, sums, qkv.stride(0), qkv.stride(1))
+    if sizes["num_warps"] == 1 and sizes["D"] == 16:  # fits without spilling, and two more programs a processor
+        sizes["maxnreg"] = 144
     _backward_all[(qkv.shape[0] * heads,)](*places, sizes["D"] ** -0.5, *_drop(dropout), **sizes)
-    return out
+    return out, sums
 
 
 @self_attention_backward.register_fake
-def _(grad: Tensor, qkv: Tensor, seed: Tensor, heads: int, dropout: float) -> Tensor:
-    return _empty(qkv)
+def _(grad: Tensor, qkv: Tensor, seed: Tensor, heads: int, dropout: float) -> tuple[Tensor, Tensor]:
+    return _empty(qkv), _sums(qkv, grad.shape[-1])
 
 
 def _keep_self(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -302,7 +322,7 @@ def _keep_self(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _back_self(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     qkv, seed = ctx.saved_tensors
-    return self_attention_backward(grad, qkv, seed, ctx.heads, ctx.dropout), None, None, None
+    return self_attention_backward(grad, qkv, seed, ctx.heads, ctx.dropout)[0], None, None, None
 
 
 self_attention.register_autograd(_back_self, setup_context=_keep_self)
@@ -325,17 +345,18 @@ def _(q: Tensor, kv: Tensor, last: Tensor, seed: Tensor, heads: int, dropout: fl
 @torch.library.custom_op("qpt::query_attention_backward", mutates_args=())
 def query_attention_backward(
     grad: Tensor, q: Tensor, kv: Tensor, last: Tensor, seed: Tensor, heads: int, dropout: float
-) -> tuple[Tensor, Tensor]:
-    dq, dkv = _empty(q), _empty(kv)
-    _run_back(grad, q, kv, dq, dkv, last, seed, heads, dropout)
-    return dq, dkv
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q and kv, and their sums over every window's queries and values [B, 2, D]."""
+    dq, dkv, sums = _empty(q), _empty(kv), _sums(q, q.shape[-1])
+    _run_back(grad, q, kv, dq, dkv, sums, last, seed, heads, dropout)
+    return dq, dkv, sums
 
 
 @query_attention_backward.register_fake
 def _(
     grad: Tensor, q: Tensor, kv: Tensor, last: Tensor, seed: Tensor, heads: int, dropout: float
-) -> tuple[Tensor, Tensor]:
-    return _empty(q), _empty(kv)
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty(q), _empty(kv), _sums(q, q.shape[-1])
 
 
 def _keep_query(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -344,7 +365,7 @@ def _keep_query(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _back_query(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    dq, dkv = query_attention_backward(grad, *ctx.saved_tensors, ctx.heads, ctx.dropout)
+    dq, dkv, _ = query_attention_backward(grad, *ctx.saved_tensors, ctx.heads, ctx.dropout)
     return dq, dkv, None, None, None, None
 
 

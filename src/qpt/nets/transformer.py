@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qpt.nets import entry, perceptron, residual
-from qpt.nets.attention import query_attention, self_attention
+from qpt.nets.attention import ask, attend
 from qpt.nets.pointwise import GELU, Dropout
 
 TOKENS = 4  # a step is return-to-go, cost-to-go, state, action
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, normed: Tensor, following: nn.LayerNorm) -> tuple[Tensor, Tensor]:
         """Every token [B, L, D], given as it is and normed (by `norm1`); so is the result, by the norm that follows."""
-        return self._rest(x, self_attention(self.qkv(normed), self.heads, self._rate()), following)
+        return self._rest(x, attend(normed, self.qkv, self.heads, self._rate()), following)
 
     def read(self, x: Tensor, normed: Tensor, kinds: tuple[int, ...], following: nn.LayerNorm) -> Tensor:
         """Only the tokens of the given kinds, normed by what follows: [B, L, D] -> [B, M, D]."""
@@ -43,10 +43,8 @@ class Block(nn.Module):
         return self._read(x.gather(1, there), normed.gather(1, there), normed, places[:, None], following)
 
     def _read(self, chosen: Tensor, asking: Tensor, normed: Tensor, places: Tensor, following: nn.LayerNorm) -> Tensor:
-        width = chosen.shape[-1]
-        q = F.linear(asking, self.qkv.weight[:width], self.qkv.bias[:width])
-        kv = F.linear(normed, self.qkv.weight[width:], self.qkv.bias[width:])
-        return self._rest(chosen, query_attention(q, kv, places, self.heads, self._rate()), following)[1]
+        attended = ask(normed, asking, places, self.qkv, self.heads, self._rate())
+        return self._rest(chosen, attended, following)[1]
 
     def _rate(self) -> float:
         return self.attention_dropout if self.training else 0.0
