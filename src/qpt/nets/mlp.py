@@ -53,8 +53,9 @@ class StackedMLP(nn.Module):
 
     def layers(self, frozen: bool) -> tuple[list[Tensor], list[Tensor]]:
         """Weights and biases; frozen: without gradient."""
-        weights, biases = list[Tensor](self.weights), list[Tensor](self.biases)
-        return ([w.detach() for w in weights], [b.detach() for b in biases]) if frozen else (weights, biases)
+        if frozen:
+            return [w.detach() for w in self.weights], [b.detach() for b in self.biases]
+        return [*self.weights], [*self.biases]
 
 
 def run_together(stacks: Sequence[StackedMLP], inputs: Sequence[Tensor], frozen: bool = False) -> Tensor:
