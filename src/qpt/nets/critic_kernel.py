@@ -17,37 +17,44 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 128  # of a tile
-CHUNK, SLOPES_CHUNK = 64, 32  # units; with wider chunks the slopes would not fit the registers
-LAUNCH: dict[str, Any] = {"STAGES": 3, "num_warps": 8}  # stages: chunks of weights on their way, and the one in use
-SLOPES_LAUNCH: dict[str, Any] = {"STAGES": 3, "num_warps": 8}
+# Rows of a tile, units of a chunk (wider ones of the slopes would not fit the registers), and stages: chunks of weights
+# that are on their way, and the one in use.
+VALUES: dict[str, Any] = {"ROWS": 128, "CHUNK": 64, "STAGES": 3, "num_warps": 8}
+SLOPES: dict[str, Any] = {"ROWS": 128, "CHUNK": 32, "STAGES": 3, "num_warps": 8}
+
+SHARED = 200_000  # bytes that a processor must have for a program: an H100 does, an A100 does not
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+def holds(device: torch.device) -> bool:
+    """Whether a GPU has room for the tiles. Asked while a step is compiled, and no part of it."""
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) >= SHARED
+
+
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _over(top: tl.constexpr, below):  # type: ignore[no-untyped-def]
-    """top / below, below up to 1e18. Neighbours share a root: units for it are few, those for products many."""
-    shape: tl.constexpr = below.shape
-    a, b = tl.split(tl.reshape(below, (shape[0], shape[1] // 2, 2)))
+def _parts(x):  # type: ignore[no-untyped-def]
+    """e^x and 2 / (n + 2) as in `qpt.nets.pointwise`. Two neighbours share a root: it takes longer than products."""
+    e = tl.exp2(tl.minimum(x, 20.0) * LOG2_E)
+    shape: tl.constexpr = x.shape
+    a, b = tl.split(tl.reshape(e * (e + 2) + 2, (shape[0], shape[1] // 2, 2)))
     root = tl.rsqrt(a * b)
-    both = root * root * top
-    return tl.reshape(tl.join(both * b, both * a), shape)
+    both = 2 * (root * root)
+    return e, tl.reshape(tl.join(both * b, both * a), shape)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _mish(x):  # type: ignore[no-untyped-def]
-    """As in `qpt.nets.pointwise`, but n / (n + 2) as 1 - 2 / (n + 2): the same in what bf16 can tell of a sum."""
-    e = tl.exp2(tl.minimum(x, 20.0) * LOG2_E)
-    return x * (1 + _over(-2.0, e * (e + 2) + 2))
+    """n / (n + 2) is 1 - 2 / (n + 2) to what bf16 can tell of a sum."""
+    _e, r = _parts(x)
+    return x * (1 - r)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _mish_and_slope(x):  # type: ignore[no-untyped-def]
-    e = tl.exp2(tl.minimum(x, 20.0) * LOG2_E)
-    r = _over(1.0, e * (e + 2) + 2)
-    t = 1 - 2 * r
-    return x * t, t + 4 * x * r * ((e * e + e) * r)
+    e, r = _parts(x)
+    return x * (1 - r), (1 - r) + x * r * ((e * e + e) * r)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -148,8 +155,8 @@ def values(x: Tensor, layers: list[Tensor]) -> Tensor:
     """
     x, layers = x.contiguous(), [t.contiguous() for t in layers]
     out = _empty(x, layers)
-    grid, sizes, stride = _launch(x, layers, CHUNK)
-    _values[grid](x, *layers, out, x.shape[1], stride, **sizes, **LAUNCH)
+    grid, sizes, stride = _launch(x, layers, VALUES["ROWS"])
+    _values[grid](x, *layers, out, x.shape[1], stride, **sizes, **VALUES)
     return out
 
 
@@ -163,9 +170,9 @@ def slopes(x: Tensor, layers: list[Tensor]) -> tuple[Tensor, Tensor]:
     """`values`, and how each changes with its row: [E, M, in] in bf16."""
     x, layers = x.contiguous(), [t.contiguous() for t in layers]
     out = _empty(x, layers), _empty(x, layers, x.shape[-1])
-    grid, sizes, stride = _launch(x, layers, SLOPES_CHUNK)
-    kept = x.new_empty(grid[0] * grid[1] * sizes["ROWS"] * sizes["H"])
-    _slopes[grid](x, *layers, *out, kept, x.shape[1], stride, **sizes, **SLOPES_LAUNCH)
+    grid, sizes, stride = _launch(x, layers, SLOPES["ROWS"])
+    kept = x.new_empty((*grid, SLOPES["ROWS"], sizes["H"]))
+    _slopes[grid](x, *layers, *out, kept, x.shape[1], stride, **sizes, **SLOPES)
     return out
 
 
@@ -179,8 +186,8 @@ def _empty(x: Tensor, layers: list[Tensor], *columns: int) -> Tensor:
     return x.new_empty((len(layers[0]), x.shape[1], *columns), dtype=dtype)
 
 
-def _launch(x: Tensor, layers: list[Tensor], chunk: int) -> tuple[tuple[int, int], dict[str, int], int]:
-    """The grid (tiles, members), the sizes of a tile, and how far the rows of two members are apart."""
+def _launch(x: Tensor, layers: list[Tensor], rows: int) -> tuple[tuple[int, int], dict[str, int], int]:
+    """The grid (tiles, members), the sizes of the layers, and how far the rows of two members are apart."""
     (shared, count, inputs), (members, _, hidden) = x.shape, layers[0].shape
-    sizes = {"IN": inputs, "K": max(triton.next_power_of_2(inputs), 16), "H": hidden, "ROWS": ROWS, "CHUNK": chunk}
-    return (triton.cdiv(count, ROWS), members), sizes, 0 if shared == 1 else count * inputs
+    sizes = {"IN": inputs, "K": max(triton.next_power_of_2(inputs), 16), "H": hidden}
+    return (triton.cdiv(count, rows), members), sizes, 0 if shared == 1 else count * inputs

@@ -30,7 +30,8 @@ def fits(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> bool
     learned = torch.is_grad_enabled() and any(t.requires_grad for t in (*weights, *biases))
     widths = [w.shape[-1] for w in weights]
     shaped = len(widths) == 4 and widths[0] in WIDTHS and widths == [*widths[:1] * 3, 1] and x.shape[-1] <= INPUTS
-    return narrow and not learned and shaped and weights[0].dtype is torch.float32 and x.numel() > 0
+    known = weights[0].dtype is torch.float32 and x.numel() > 0
+    return narrow and not learned and shaped and known and bool(kernel.holds(x.device))
 
 
 def values(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
