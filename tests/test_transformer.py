@@ -152,6 +152,15 @@ def test_stacks_run_together_as_they_run_alone() -> None:
     assert torch.autograd.grad(frozen.sum(), [*one.parameters()], allow_unused=True) == (None,) * 4
 
 
+def test_stacks_compile_to_one_graph() -> None:
+    one, other, x = StackedMLP(2, [4, 8, 1]), StackedMLP(3, [4, 8, 1]), torch.randn(6, 4)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return run_together([one, other], (x, x)) + run_together([one, other], (x, x), frozen=True)
+
+    torch.testing.assert_close(torch.compile(step, backend="eager", fullgraph=True)(x), step(x))
+
+
 def test_reading_one_step_equals_reading_all() -> None:
     net, batch = make(), window()
     last = torch.tensor([0, 5, 2, 3, 5])
