@@ -143,8 +143,7 @@ def test_critics_use_it_only_where_they_do_not_learn_in_a_compiled_step_in_bf16(
 
         return staticmethod(call)
 
-    room = [True]
-    members = {"values": counted("values"), "slopes": counted("slopes"), "holds": staticmethod(lambda _device: room[0])}
+    members = {"values": counted("values"), "slopes": counted("slopes")}
     monkeypatch.setattr(frozen, "kernel", type("Counted", (), members))
     x = draw(6, 11) if ON_CUDA else draw(6, 11).as_subclass(OnCuda)
 
@@ -173,8 +172,5 @@ def test_critics_use_it_only_where_they_do_not_learn_in_a_compiled_step_in_bf16(
             assert run_together(pair, [x, x]).shape == (3, 6, 1)
             assert run_together(pair, [x, x + 1]).shape == (3, 6, 1)
         assert calls == ["values 1", "values 3"]  # rows that members share are not copied
-    room[0] = False
-    assert runs(frozen=True) == []  # a smaller GPU
-    room[0] = True
     monkeypatch.setattr(frozen, "kernel", None)
     assert runs(frozen=True) == []

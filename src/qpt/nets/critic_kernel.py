@@ -22,15 +22,11 @@ from torch import Tensor
 VALUES: dict[str, Any] = {"ROWS": 128, "CHUNK": 64, "STAGES": 3, "num_warps": 8}
 SLOPES: dict[str, Any] = {"ROWS": 128, "CHUNK": 32, "STAGES": 3, "num_warps": 8}
 
-SHARED = 200_000  # bytes that a processor must have for a program: an H100 does, an A100 does not
+# Where a processor has less shared memory than that (an H100 has enough, an A100 has not), tiles are smaller.
+SHARED = 200_000  # bytes
+SMALL: dict[str, Any] = {"ROWS": 64, "CHUNK": 32, "STAGES": 2, "num_warps": 4}
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
-def holds(device: torch.device) -> bool:
-    """Whether a GPU has room for the tiles. Asked while a step is compiled, and no part of it."""
-    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) >= SHARED
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -154,9 +150,9 @@ def values(x: Tensor, layers: list[Tensor]) -> Tensor:
     64, 128 or 256 units. x and hidden weights in bf16, all else in float32; `in` up to 128.
     """
     x, layers = x.contiguous(), [t.contiguous() for t in layers]
-    out = _empty(x, layers)
-    grid, sizes, stride = _launch(x, layers, VALUES["ROWS"])
-    _values[grid](x, *layers, out, x.shape[1], stride, **sizes, **VALUES)
+    out, settings = _empty(x, layers), VALUES if _roomy(x) else SMALL
+    grid, sizes, stride = _launch(x, layers, settings["ROWS"])
+    _values[grid](x, *layers, out, x.shape[1], stride, **sizes, **settings)
     return out
 
 
@@ -169,16 +165,23 @@ def _(x: Tensor, layers: list[Tensor]) -> Tensor:
 def slopes(x: Tensor, layers: list[Tensor]) -> tuple[Tensor, Tensor]:
     """`values`, and how each changes with its row: [E, M, in] in bf16."""
     x, layers = x.contiguous(), [t.contiguous() for t in layers]
-    out = _empty(x, layers), _empty(x, layers, x.shape[-1])
-    grid, sizes, stride = _launch(x, layers, SLOPES["ROWS"])
-    kept = x.new_empty((*grid, SLOPES["ROWS"], sizes["H"]))
-    _slopes[grid](x, *layers, *out, kept, x.shape[1], stride, **sizes, **SLOPES)
+    out, settings = (_empty(x, layers), _empty(x, layers, x.shape[-1])), SLOPES if _roomy(x) else SMALL
+    grid, sizes, stride = _launch(x, layers, settings["ROWS"])
+    kept = x.new_empty((*grid, settings["ROWS"], sizes["H"]))
+    _slopes[grid](x, *layers, *out, kept, x.shape[1], stride, **sizes, **settings)
     return out
 
 
 @slopes.register_fake
 def _(x: Tensor, layers: list[Tensor]) -> tuple[Tensor, Tensor]:
     return _empty(x, layers), _empty(x, layers, x.shape[-1])
+
+
+def _roomy(x: Tensor) -> bool:
+    """Whether a processor has room for the larger tiles (torch 2.6 does not know how much it has)."""
+    if not x.is_cuda:
+        return True
+    return getattr(torch.cuda.get_device_properties(x.device), "shared_memory_per_block_optin", 0) >= SHARED
 
 
 def _empty(x: Tensor, layers: list[Tensor], *columns: int) -> Tensor:

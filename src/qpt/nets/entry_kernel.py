@@ -16,9 +16,9 @@ from torch import Tensor
 
 from qpt.nets.residual_kernel import drop, kept, standard, through
 
-ROWS = 8  # steps that a program takes at a time
-PROGRAMS = 264  # of the way back, at most: two for every processor of an H100 or H200
-LAUNCH: dict[str, Any] = {"num_warps": 8}
+ROWS, BACK_ROWS = 8, 4  # steps that a program takes at a time
+PROGRAMS = 528  # of the way back, at most: four for every processor of an H100 or H200
+LAUNCH: dict[str, Any] = {"num_warps": 4}
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -152,7 +152,7 @@ def enter_back(
     """
     given = [x.contiguous() for x in (past, grad, returns, costs, seen, done, steps, small, places, norms)]
     outputs, (programs, turns) = _outputs(seen, places), _share(seen)
-    sizes = {"STEPS": steps.shape[1], "LENGTH": grad.shape[1], "D": seen.shape[-1], "ROWS": ROWS, "TURNS": turns}
+    sizes = {"STEPS": steps.shape[1], "LENGTH": grad.shape[1], "D": seen.shape[-1], "ROWS": BACK_ROWS, "TURNS": turns}
     _enter_back[(programs,)](*given, seed, *outputs, steps.numel(), eps, *drop(rate), **sizes, **LAUNCH)
     return outputs
 
@@ -178,7 +178,7 @@ def _outputs(seen: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 
 def _share(seen: Tensor) -> tuple[int, int]:
     """Programs, and tiles that each of them takes."""
-    tiles = -(-seen.numel() // (seen.shape[-1] * ROWS))
+    tiles = -(-seen.numel() // (seen.shape[-1] * BACK_ROWS))
     turns = -(-tiles // PROGRAMS)
     return -(-tiles // turns), turns
 

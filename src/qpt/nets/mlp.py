@@ -52,10 +52,12 @@ class StackedMLP(nn.Module):
         return run(x, *self.layers(False), self.activation).reshape(*inputs.shape[:-1], -1)
 
     def layers(self, frozen: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """Weights and biases; frozen: without gradient."""
-        if frozen:
-            return [w.detach() for w in self.weights], [b.detach() for b in self.biases]
-        return [*self.weights], [*self.biases]
+        """Weights and biases; frozen: without gradient.
+
+        (By comprehensions: compilers of torch 2.11 and 2.13 stop at other ways to make lists of them.)
+        """
+        weights, biases = ([p.detach() if frozen else p for p in kind] for kind in (self.weights, self.biases))
+        return weights, biases
 
 
 def run_together(stacks: Sequence[StackedMLP], inputs: Sequence[Tensor], frozen: bool = False) -> Tensor:
