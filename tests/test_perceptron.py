@@ -19,22 +19,21 @@ TOLERANCE = 0.005 if DEVICE == "cuda" else 0.015  # the interpreter cuts numbers
 
 @pytest.mark.usefixtures("products_of_bf16")
 @pytest.mark.parametrize(("count", "width"), [(128, 16), (150, 32), (7, 128)])
-def test_the_kernel_equals_float64(count: int, width: int) -> None:
-    generator = torch.Generator().manual_seed(count)
-
-    def draw(*shape: int, scale: float = 1.0, mean: float = 0.0) -> Tensor:
-        return (torch.randn(*shape, generator=generator) * scale + mean).bfloat16().to(DEVICE)
-
-    hidden = 4 * width
-    x, gain, shift = draw(count, width, mean=0.5), draw(width, mean=1.0), draw(width)
-    w1, b1 = draw(hidden, width, scale=2 * width**-0.5), draw(hidden)
-    w2, b2 = draw(width, hidden, scale=0.1), draw(width)
-    got = kernel.perceptron(x, gain.float(), shift.float(), w1, b1.float(), w2, b2.float(), 1e-5)
-    normed = F.layer_norm(x.double(), (width,), gain.double(), shift.double())
-    inner = F.gelu(F.linear(normed, w1.double(), b1.double()))
-    right = x.double() + F.linear(inner, w2.double(), b2.double())
-    assert got.dtype is torch.bfloat16
-    assert ((got.double() - right).norm() / right.norm()).item() < TOLERANCE
+def test_all_behind_attention_equals_float64(count: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(perceptron, "kernel", kernel)
+    torch.manual_seed(count)
+    block, following = Block(width, 1, 0.3, 0.0).to(DEVICE).eval(), nn.LayerNorm(width).to(DEVICE)
+    with torch.no_grad():
+        for parameter in (*block.parameters(), *following.parameters()):
+            scale = 2 * width**-0.5 if parameter.dim() == 2 else 0.5
+            parameter.copy_((scale * torch.randn_like(parameter) + (parameter.mean() > 0.5)).bfloat16())
+        x, attended = (torch.randn(2, count, width, device=DEVICE).bfloat16() for _ in range(2))
+        found = perceptron.rest(x, attended, block.project, block.norm2, block.mlp, following)
+        right = block.double()._rest(x.double(), attended.double(), following.double())
+    for got, expected in zip(found, right, strict=True):
+        assert got.dtype is torch.bfloat16
+        assert got.shape == x.shape
+        assert ((got.double() - expected).norm() / expected.norm()).item() < TOLERANCE
 
 
 def error(got: Tensor, right: Tensor) -> float:
@@ -115,20 +114,17 @@ def test_a_block_uses_each_only_where_it_pays(monkeypatch: pytest.MonkeyPatch) -
         x = x.as_subclass(OnCuda)
     calls: list[str] = []
 
-    def counted(name: str) -> Any:
-        def call(x: Tensor, *_rest: Any) -> Tensor:
+    def counted(name: str, results: int = 2) -> Any:
+        def call(x: Tensor, *_rest: Any) -> Any:
             calls.append(name)
-            return x
+            return x if results == 1 else (x, x)
 
-        return staticmethod(call)
+        return call
 
-    def added(x: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
-        calls.append("added")
-        return x, x
-
-    monkeypatch.setattr(perceptron, "kernel", type("Counted", (), {"perceptron": counted("whole")}))
-    monkeypatch.setattr(perceptron, "_Perceptron", type("Counted", (), {"apply": counted("learned")}))
-    monkeypatch.setattr(residual, "add", added)
+    monkeypatch.setattr(perceptron, "kernel", object())
+    monkeypatch.setattr(perceptron, "rest", counted("whole"))
+    monkeypatch.setattr(perceptron, "branch", counted("learned", 1))
+    monkeypatch.setattr(residual, "add", counted("added"))
 
     def runs(x: Tensor = x) -> list[str]:
         calls.clear()

@@ -18,13 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 # Rows of a tile, units of a chunk (wider ones of the slopes would not fit the registers), and stages: chunks of weights
-# that are on their way, and the one in use.
-VALUES: dict[str, Any] = {"ROWS": 128, "CHUNK": 64, "STAGES": 3, "num_warps": 8}
-SLOPES: dict[str, Any] = {"ROWS": 128, "CHUNK": 32, "STAGES": 3, "num_warps": 8}
-
-# Where a processor has less shared memory than that (an H100 has enough, an A100 has not), tiles are smaller.
-SHARED = 200_000  # bytes
-SMALL: dict[str, Any] = {"ROWS": 64, "CHUNK": 32, "STAGES": 2, "num_warps": 4}
+# that are on their way, and the one in use. Larger tiles are no faster, and need shared memory that few GPUs have.
+TILES: dict[str, Any] = {"ROWS": 64, "CHUNK": 32, "STAGES": 3, "num_warps": 4}
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -150,9 +145,8 @@ def values(x: Tensor, layers: list[Tensor]) -> Tensor:
     64, 128 or 256 units. x and hidden weights in bf16, all else in float32; `in` up to 128.
     """
     x, layers = x.contiguous(), [t.contiguous() for t in layers]
-    out, settings = _empty(x, layers), VALUES if _roomy(x) else SMALL
-    grid, sizes, stride = _launch(x, layers, settings["ROWS"])
-    _values[grid](x, *layers, out, x.shape[1], stride, **sizes, **settings)
+    out, (grid, sizes, stride) = _empty(x, layers), _launch(x, layers)
+    _values[grid](x, *layers, out, x.shape[1], stride, **sizes, **TILES)
     return out
 
 
@@ -165,10 +159,9 @@ def _(x: Tensor, layers: list[Tensor]) -> Tensor:
 def slopes(x: Tensor, layers: list[Tensor]) -> tuple[Tensor, Tensor]:
     """`values`, and how each changes with its row: [E, M, in] in bf16."""
     x, layers = x.contiguous(), [t.contiguous() for t in layers]
-    out, settings = (_empty(x, layers), _empty(x, layers, x.shape[-1])), SLOPES if _roomy(x) else SMALL
-    grid, sizes, stride = _launch(x, layers, settings["ROWS"])
-    kept = x.new_empty((*grid, settings["ROWS"], sizes["H"]))
-    _slopes[grid](x, *layers, *out, kept, x.shape[1], stride, **sizes, **settings)
+    out, (grid, sizes, stride) = (_empty(x, layers), _empty(x, layers, x.shape[-1])), _launch(x, layers)
+    kept = x.new_empty((*grid, TILES["ROWS"], sizes["H"]))
+    _slopes[grid](x, *layers, *out, kept, x.shape[1], stride, **sizes, **TILES)
     return out
 
 
@@ -177,20 +170,13 @@ def _(x: Tensor, layers: list[Tensor]) -> tuple[Tensor, Tensor]:
     return _empty(x, layers), _empty(x, layers, x.shape[-1])
 
 
-def _roomy(x: Tensor) -> bool:
-    """Whether a processor has room for the larger tiles (torch 2.6 does not know how much it has)."""
-    if not x.is_cuda:
-        return True
-    return getattr(torch.cuda.get_device_properties(x.device), "shared_memory_per_block_optin", 0) >= SHARED
-
-
 def _empty(x: Tensor, layers: list[Tensor], *columns: int) -> Tensor:
     dtype = torch.bfloat16 if columns else torch.float32
     return x.new_empty((len(layers[0]), x.shape[1], *columns), dtype=dtype)
 
 
-def _launch(x: Tensor, layers: list[Tensor], rows: int) -> tuple[tuple[int, int], dict[str, int], int]:
+def _launch(x: Tensor, layers: list[Tensor]) -> tuple[tuple[int, int], dict[str, int], int]:
     """The grid (tiles, members), the sizes of the layers, and how far the rows of two members are apart."""
     (shared, count, inputs), (members, _, hidden) = x.shape, layers[0].shape
     sizes = {"IN": inputs, "K": max(triton.next_power_of_2(inputs), 16), "H": hidden}
-    return (triton.cdiv(count, rows), members), sizes, 0 if shared == 1 else count * inputs
+    return (triton.cdiv(count, TILES["ROWS"]), members), sizes, 0 if shared == 1 else count * inputs

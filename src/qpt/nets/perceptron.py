@@ -1,8 +1,8 @@
-"""The perceptron's half of a block, by Triton kernels on CUDA in bf16, PyTorch's own elsewhere.
+"""A block's perceptron, by Triton kernels on CUDA in bf16, PyTorch's own elsewhere.
 
 The hidden layer is four times as wide as the stream, so that its activations, written and read again around every
-product, cost more time than the products. Where nothing is learned, one kernel keeps them on the chip: it reads x and
-writes y. A backward pass needs them in memory; there GELU and its slope are part of the products before them.
+product, cost more time than the products. Where nothing is learned, one kernel keeps them on the chip, with all else
+behind attention. A backward pass needs them in memory; there GELU and its slope are part of the products before them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WIDTHS = (16, 32, 64, 128)  # powers of two of which a tile's sums fit the regis
 
 
 def fits(x: Tensor, mlp: nn.Sequential) -> bool:
-    """Whether `mix` (without gradients, and where no dropout is on) or `branch` (with them) takes this stream.
+    """Whether `rest` (without gradients, and where no dropout is on) or `branch` (with them) takes this stream.
 
     With gradients only in a compiled step: what surrounds the products of the backward pass is fused there alone.
     """
@@ -30,12 +30,19 @@ def fits(x: Tensor, mlp: nn.Sequential) -> bool:
     return pays and narrow and fourfold and x.shape[-1] in WIDTHS and x.numel() > 0
 
 
-def mix(x: Tensor, norm: nn.LayerNorm, mlp: nn.Sequential) -> Tensor:
-    """x + mlp(norm(x)) without gradients, for an mlp of linear, GELU, linear, dropout."""
+def rest(
+    x: Tensor, attended: Tensor, project: nn.Linear, norm: nn.LayerNorm, mlp: nn.Sequential, following: nn.LayerNorm
+) -> tuple[Tensor, Tensor]:
+    """y = z + mlp(norm(z)) of z = x + project(attended), and y normed by what follows; without gradients.
+
+    The mlp is of linear, GELU, linear, dropout; attended [..., D] in bf16.
+    """
     first, second = cast(nn.Linear, mlp[0]), cast(nn.Linear, mlp[2])
-    narrow = (first.weight.to(x.dtype), first.bias, second.weight.to(x.dtype), second.bias)
-    out: Tensor = kernel.perceptron(x, norm.weight, norm.bias, *narrow, norm.eps)
-    return out
+    wide = torch.stack([part for one in (norm, following) for part in (one.weight, one.bias)])
+    layers = [part for layer in (first, second) for part in (layer.weight.to(x.dtype), layer.bias)]
+    given = (project.weight.to(x.dtype), project.bias, wide, *layers)
+    both: tuple[Tensor, Tensor] = kernel.rest(x, attended, *given, norm.eps)
+    return both
 
 
 def branch(normed: Tensor, mlp: nn.Sequential) -> Tensor:

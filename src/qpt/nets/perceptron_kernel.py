@@ -1,10 +1,10 @@
 # ruff: noqa: ARG001  (an operator's fake has the arguments of the operator)
 """The Triton kernels behind `qpt.nets.perceptron`, as operators that torch.compile knows.
 
-Where nothing is learned, a program takes a tile of rows through the whole half block and runs over the hidden layer in
-chunks, which never leave the chip. Where something is, the hidden layer is needed in memory: there GELU and its slope
-happen to a tile of the product before them while it is in registers. Those programs hold their columns of the weight on
-the chip and walk over many rows, so that few sums of the bias's gradient are left to be added.
+Where nothing is learned, a program takes a tile of rows through all of a block behind its attention, and runs over the
+hidden layer in chunks, which never leave the chip. Where something is, the hidden layer is needed in memory: there GELU
+and its slope happen to a tile of the product before them while it is in registers. Those programs hold their columns of
+the weight on the chip and walk over many rows, so that few sums of the bias's gradient are left to be added.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from qpt.nets.residual_kernel import standard
 
 ROWS, CHUNK = 64, 64  # rows of a tile, hidden units of a chunk
 LAUNCH: dict[str, Any] = {"num_warps": 4, "num_stages": 3}
@@ -41,20 +43,21 @@ def _gelu(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _mix(  # type: ignore[no-untyped-def]
-    x_ptr, gain_ptr, shift_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, out_ptr, count, eps,
-    D: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+def _rest(  # type: ignore[no-untyped-def]
+    x_ptr, attended_ptr, project_ptr, bias_ptr, norm_ptr, w1_ptr, b1_ptr, w2_ptr, b2_ptr, out_ptr, normed_ptr,
+    count, eps, D: tl.constexpr, HIDDEN: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     rows, d = tl.arange(0, ROWS), tl.arange(0, D)
     places = program.to(tl.int64) * (ROWS * D) + rows[:, None] * D + d[None, :]
     inside = (program * ROWS + rows < count)[:, None]
-    # Read twice, with different hints so that the compiler does not make it once and hold the tile all the while.
-    x = tl.load(x_ptr + places, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
-    centred = x - (tl.sum(x, 1) / D)[:, None]
-    h = centred / tl.sqrt(tl.sum(centred * centred, 1) / D + eps)[:, None]
-    h = h * tl.load(gain_ptr + d).to(tl.float32)[None, :] + tl.load(shift_ptr + d).to(tl.float32)[None, :]
-    h = h.to(tl.bfloat16)
+    attended = tl.load(attended_ptr + places, mask=inside, other=0.0)
+    project = tl.load(project_ptr + d[:, None] * D + d[None, :])
+    x = tl.dot(attended, tl.trans(project)) + tl.load(bias_ptr + d)[None, :]
+    x += tl.load(x_ptr + places, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + places, x.to(tl.bfloat16), mask=inside)  # and read again below: registers are dear until then
+    normed, _scale = standard(x, eps, D)
+    h = (normed * tl.load(norm_ptr + d)[None, :] + tl.load(norm_ptr + D + d)[None, :]).to(tl.bfloat16)
     out = tl.zeros((ROWS, D), tl.float32)
     for start in tl.range(0, HIDDEN, CHUNK):
         units = start + tl.arange(0, CHUNK)
@@ -64,26 +67,39 @@ def _mix(  # type: ignore[no-untyped-def]
         active = _gelu(a)
         out = tl.dot(active.to(tl.bfloat16), tl.trans(w2), out)
     out += tl.load(b2_ptr + d).to(tl.float32)[None, :]
-    out += tl.load(x_ptr + places, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    tl.debug_barrier()  # what a thread reads, another may have written
+    out += tl.load(out_ptr + places, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + places, out.to(tl.bfloat16), mask=inside)
+    normed, _scale = standard(out, eps, D)
+    normed = normed * tl.load(norm_ptr + 2 * D + d)[None, :] + tl.load(norm_ptr + 3 * D + d)[None, :]
+    tl.store(normed_ptr + places, normed.to(tl.bfloat16), mask=inside)
 
 
-@torch.library.custom_op("qpt::perceptron", mutates_args=())
-def perceptron(
-    x: Tensor, gain: Tensor, shift: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float
-) -> Tensor:
-    """x + gelu(norm(x) w1ᵀ + b1) w2ᵀ + b2, without gradient: x [..., D], w1 [H, D], w2 [D, H] in bf16 -> [..., D]."""
-    x, w1, w2 = x.contiguous(), w1.contiguous(), w2.contiguous()
-    (hidden, width), out = w1.shape, torch.empty_like(x)
+@torch.library.custom_op("qpt::rest", mutates_args=())
+def rest(
+    x: Tensor, attended: Tensor, project: Tensor, bias: Tensor, norms: Tensor, w1: Tensor, b1: Tensor, w2: Tensor,
+    b2: Tensor, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """y = z + gelu(norm(z) w1ᵀ + b1) w2ᵀ + b2 of z = x + attended projectᵀ + bias, and y normed; without gradient.
+
+    x, attended [..., D], project [D, D], w1 [H, D] and w2 [D, H] in bf16; `norms` [4, D]: gain and shift of both.
+    """
+    x, attended = x.contiguous(), attended.contiguous()
+    (hidden, width), out, normed = w1.shape, torch.empty_like(x), torch.empty_like(x)
     count = x.numel() // width
     sizes = {"D": width, "HIDDEN": hidden, "ROWS": ROWS, "CHUNK": min(CHUNK, hidden)}
-    _mix[(-(-count // ROWS),)](x, gain, shift, w1, b1, w2, b2, out, count, eps, **sizes, **LAUNCH)
-    return out
+    weights = [t.contiguous() for t in (project, bias, norms, w1, b1, w2, b2)]
+    _rest[(-(-count // ROWS),)](x, attended, *weights, out, normed, count, eps, **sizes, **LAUNCH)
+    return out, normed
 
 
-@perceptron.register_fake
-def _(x: Tensor, gain: Tensor, shift: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+@rest.register_fake
+def _(
+    x: Tensor, attended: Tensor, project: Tensor, bias: Tensor, norms: Tensor, w1: Tensor, b1: Tensor, w2: Tensor,
+    b2: Tensor, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return out, torch.empty_like(out)
 
 
 # -- where something is learned ----------------------------------------------------------------------------------------

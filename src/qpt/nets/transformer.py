@@ -54,13 +54,12 @@ class Block(nn.Module):
         if not perceptron.fits(x, self.mlp):
             x = x + self.dropout(self.project(attended))
             x = x + self.mlp(self.norm2(x))
-        elif torch.is_grad_enabled():
-            rate, last = self.dropout.rate if self.training else 0.0, cast(nn.Linear, self.mlp[2])
-            x, normed = residual.add(x, F.linear(attended, self.project.weight), self.project.bias, rate, self.norm2)
-            return residual.add(x, perceptron.branch(normed, self.mlp), last.bias, rate, following)
-        else:
-            x = perceptron.mix(x + self.project(attended), self.norm2, self.mlp)
-        return x, following(x)
+            return x, following(x)
+        if not torch.is_grad_enabled():
+            return perceptron.rest(x, attended, self.project, self.norm2, self.mlp, following)
+        rate, last = self.dropout.rate if self.training else 0.0, cast(nn.Linear, self.mlp[2])
+        x, normed = residual.add(x, F.linear(attended, self.project.weight), self.project.bias, rate, self.norm2)
+        return residual.add(x, perceptron.branch(normed, self.mlp), last.bias, rate, following)
 
     def _split(self, normed: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values, each [B, H, L, d]."""
