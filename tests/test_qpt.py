@@ -154,6 +154,25 @@ def test_work_beside_has_a_stream_that_no_copy_shares() -> None:
     assert copy.deepcopy(method).beside._stream is None
 
 
+@pytest.mark.parametrize("preset", ["default", "paper"])
+def test_each_loss_compiles_to_one_graph(preset: str) -> None:
+    """Where the compiler has to break one, nothing is fused across the break."""
+    paper = QPTConfig.preset("paper")
+    same = {name: getattr(paper, name) for name in ("bootstrap", "budget_critics", "time_critics", "normalizer")}
+    method, batch = make(**(same if preset == "paper" else {}))
+    method.float().autocast = True
+    batch = WindowBatch(*(x.float() if x.is_floating_point() else x for x in batch))
+    calls = {
+        "actions": (batch,),
+        "critic_loss": (batch, torch.rand(len(batch.rewards))),
+        "policy_loss": (batch, batch.actions, [torch.ones(()), torch.ones(())]),
+    }
+    assert calls.keys() == set(method.compilable)
+    for name, given in calls.items():
+        torch._dynamo.reset()
+        torch.compile(getattr(method, name), backend="eager", fullgraph=True)(*given)
+
+
 def test_targets_have_no_dropout_while_the_policy_trains() -> None:
     method, batch = make(bootstrap="policy", budget_critics=False, dropout=0.5, attention_dropout=0.5)
     for _ in range(2):  # also after an evaluation in between
