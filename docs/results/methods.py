@@ -32,6 +32,7 @@ ROWS = {  # row of a table: name, colour, marker. Colours that stay apart for co
     "qpt-long": ("QPT, 90 % of the data", "#aa5533", "H"),
     "qpt-long/cal75": ("90 %, calibrated 0.75", "#884422", "H"),
     "qpt-long/cal90": ("90 %, calibrated 0.9", "#663311", "H"),
+    "qpt-scale": ("QPT, batch 2048", "#ff8866", "*"),
     "qpt-paper": ("paper preset", "#ee3377", "*"),
     "qpt-paper-scale": ("paper preset, batch 2048", "#aa1155", "*"),
     "qpt-paper-scale/single": ("paper preset, batch 2048, one candidate", "#dd77aa", "P"),
@@ -293,7 +294,9 @@ def binding(table: Table, tasks: list[str], folder: Path) -> None:
             print(f"There are no data of {task} in the folder.\n")
             continue
         data = load_dataset(path)
-        for limit, source in sorted({k: s for s in ("qpt/sweep", "qpt") for k in table.get((task, s), {})}.items()):
+        trained = [row for row in ("qpt", "qpt-scale", "qpt-paper-scale") if (task, row) in table]
+        found = [(r, k, s) for r in trained for s in (r, f"{r}/sweep") for k in table.get((task, s), {})]
+        for row, limit, source in sorted(found, key=lambda one: (trained.index(one[0]), one[1])):
             if not (seeds := last(table, task, source, limit)):
                 continue
             half, whole = map(float, data.reward_frontier([limit / 2, limit]))
@@ -301,9 +304,17 @@ def binding(table: Table, tasks: list[str], folder: Path) -> None:
             cost, *interval = summary(task, limit, seeds)[1] * limit
             binds = share >= 0.05
             meets = "no: over" if cost > limit else "–" if not binds else "yes" if cost >= 0.7 * limit else "no: under"
-            line = [task, f"{limit:g}", f"{half:.1f}", f"{whole:.1f}", f"{share:.1%}", "**yes**" if binds else "no"]
+            line = [
+                task,
+                name(row),
+                f"{limit:g}",
+                f"{half:.1f}",
+                f"{whole:.1f}",
+                f"{share:.1%}",
+                "**yes**" if binds else "no",
+            ]
             rows.append([*line, f"{cost:.1f}{bracket(interval, '.1f')}", meets])
-    head = ["task", "limit κ", "RF(κ/2)", "RF(κ)", "rise / range", "binds", "QPT's cost", "in [0.7 κ, κ]"]
+    head = ["task", "QPT", "limit κ", "RF(κ/2)", "RF(κ)", "rise / range", "binds", "its cost", "in [0.7 κ, κ]"]
     markdown(head, rows)
 
 

@@ -137,7 +137,10 @@ def _slopes(  # type: ignore[no-untyped-def]
     tl.store(slope_ptr + member.to(tl.int64) * count * IN + places, dx.to(tl.bfloat16), mask=inside)
 
 
-@torch.library.custom_op("qpt::critic_values", mutates_args=())
+# (The schemas are written out because torch 2.6 does not know list[Tensor].)
+
+
+@torch.library.custom_op("qpt::critic_values", mutates_args=(), schema="(Tensor x, Tensor[] layers) -> Tensor")
 def values(x: Tensor, layers: list[Tensor]) -> Tensor:
     """Values [E, M] in float32 of rows [E or 1, M, in], 1 where the members share them.
 
@@ -155,7 +158,9 @@ def _(x: Tensor, layers: list[Tensor]) -> Tensor:
     return _empty(x, layers)
 
 
-@torch.library.custom_op("qpt::critic_slopes", mutates_args=())
+@torch.library.custom_op(
+    "qpt::critic_slopes", mutates_args=(), schema="(Tensor x, Tensor[] layers) -> (Tensor, Tensor)"
+)
 def slopes(x: Tensor, layers: list[Tensor]) -> tuple[Tensor, Tensor]:
     """`values`, and how each changes with its row: [E, M, in] in bf16."""
     x, layers = x.contiguous(), [t.contiguous() for t in layers]
