@@ -49,6 +49,16 @@ def _mish_and_slope(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _rows(x_ptr, member, count, stride, IN: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which rows a program takes, the rows, where their numbers lie, and which of these there are."""
+    rows, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, K)
+    places = rows.to(tl.int64)[:, None] * IN + k[None, :]
+    inside = (rows < count)[:, None] & (k < IN)[None, :]
+    x = tl.load(x_ptr + member.to(tl.int64) * stride + places, mask=inside, other=0.0)
+    return rows, x, places, inside
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _first(w1_ptr, b1_ptr, x, units, IN: tl.constexpr, K: tl.constexpr, H: tl.constexpr):  # type: ignore[no-untyped-def]
     """Some units of the first layer before their activation, and their weights."""
     k = tl.arange(0, K)[:, None]
@@ -78,10 +88,8 @@ def _values(  # type: ignore[no-untyped-def]
     IN: tl.constexpr, K: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     member = tl.program_id(1)
-    rows, every, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, H), tl.arange(0, K)
-    places = rows.to(tl.int64)[:, None] * IN + k[None, :]
-    inside = (rows < count)[:, None] & (k < IN)[None, :]
-    x = tl.load(x_ptr + member.to(tl.int64) * stride + places, mask=inside, other=0.0)
+    every = tl.arange(0, H)
+    rows, x, _places, _inside = _rows(x_ptr, member, count, stride, IN, K, ROWS)
     w1_ptr, w2_ptr, w3_ptr = w1_ptr + member * IN * H, w2_ptr + member * H * H, w3_ptr + member * H * H
     b1_ptr, b2_ptr = b1_ptr + member * H, b2_ptr + member * H
     h2 = _mish(_second(w1_ptr, b1_ptr, w2_ptr, b2_ptr, x, IN, K, H, ROWS, CHUNK, STAGES)).to(tl.bfloat16)
@@ -102,10 +110,8 @@ def _slopes(  # type: ignore[no-untyped-def]
     IN: tl.constexpr, K: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     member = tl.program_id(1)
-    rows, every, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, H), tl.arange(0, K)
-    places = rows.to(tl.int64)[:, None] * IN + k[None, :]
-    inside = (rows < count)[:, None] & (k < IN)[None, :]
-    x = tl.load(x_ptr + member.to(tl.int64) * stride + places, mask=inside, other=0.0)
+    every = tl.arange(0, H)
+    rows, x, places, inside = _rows(x_ptr, member, count, stride, IN, K, ROWS)
     w1_ptr, w2_ptr, w3_ptr = w1_ptr + member * IN * H, w2_ptr + member * H * H, w3_ptr + member * H * H
     b1_ptr, b2_ptr = b1_ptr + member * H, b2_ptr + member * H
     h2, s2 = _mish_and_slope(_second(w1_ptr, b1_ptr, w2_ptr, b2_ptr, x, IN, K, H, ROWS, CHUNK, STAGES))
