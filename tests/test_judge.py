@@ -61,7 +61,7 @@ def test_windows_give_what_asking_step_by_step_gives(name: str, settings: dict[s
             expected = policy.act(data.observations[i : i + 1])[0]
             np.testing.assert_allclose(found[i], expected, atol=2e-5)
             place = min(i - data.offsets[e], policy.method.context - 1)
-            policy._actions[0, place] = torch.from_numpy(data.actions[i].copy())  # the logged history
+            policy._window["actions"][0, place] = data.actions[i]  # the logged history
             policy.observe(data.rewards[i : i + 1], data.costs[i : i + 1])
 
 

@@ -91,7 +91,15 @@ def test_policy_refuses_misuse_in_a_sentence() -> None:
     policy = Policy(method.eval(), dtype=torch.float64)
     with pytest.raises(QptError, match="reset"):
         policy.act(np.zeros((1, 3)))
+    with pytest.raises(QptError, match="no decision"):
+        policy.observe([0], [0])
+    with pytest.raises(QptError, match="reset"):
+        policy.set_cost_limit(1.0)
     policy.reset(2, cost_limits=1.0)
+    with pytest.raises(QptError, match="row -1 does not exist"):
+        policy.restart([-1, 0])
+    with pytest.raises(QptError, match="2 active flags"):
+        policy.act(np.zeros((2, 3)), [True])
     with pytest.raises(QptError, match="shape"):
         policy.act(np.zeros((1, 3)))
     with pytest.raises(QptError, match="NaN"):
@@ -101,6 +109,8 @@ def test_policy_refuses_misuse_in_a_sentence() -> None:
     policy.act(np.zeros((2, 3)))
     with pytest.raises(QptError, match="observe"):
         policy.act(np.zeros((2, 3)))
+    with pytest.raises(QptError, match="NaN or infinite"):
+        policy.observe([0, np.nan], [0, 0])
     policy.observe([0, 0], [0, 0])
     with pytest.raises(QptError, match="no decision"):
         policy.observe([0, 0], [0, 0])
@@ -116,11 +126,30 @@ def test_policy_refuses_misuse_in_a_sentence() -> None:
         clamped.observe([0], [0])
 
 
+def test_a_limit_of_0_is_a_limit_and_is_kept_by_a_restart() -> None:
+    method, _ = make(candidates=1)
+    policy = Policy(method.eval(), trained_limit=7.0, dtype=torch.float64)
+    policy.reset(2)
+    assert policy.cost_limits.tolist() == [7.0, 7.0]
+    policy.set_cost_limit(0.0)
+    policy.restart([0, 1])
+    assert policy.cost_limits.tolist() == [0.0, 0.0]
+
+
+def test_a_mask_that_the_caller_changes_after_the_decision_changes_nothing() -> None:
+    method, _ = make(candidates=1)
+    policy, active = policy_of(method, 2), np.array([True, True])
+    policy.act(np.zeros((2, 3)), active)
+    active[1] = False
+    policy.observe([0, 0], [2, 3])
+    assert policy.spent.tolist() == [2, 3]
+
+
 def test_what_travels_to_a_device_and_back_is_the_decision() -> None:
     method, _ = make(candidates=5, rtg_noise=0.4, selection="constrained")
     here, away = policy_of(method, 3, [2.0, 5.0, 9.0]), policy_of(method, 3, [2.0, 5.0, 9.0])
     rng = np.random.default_rng(2)
-    away._decide = lambda c: travel(away, c)  # type: ignore[method-assign]
+    away._ask = lambda c: travel(away, c)  # type: ignore[method-assign]
     for t in range(8):
         o, r, k = rng.normal(size=(3, 3)), rng.random(3), rng.integers(0, 2, 3)
         np.testing.assert_array_equal(away.act(o), here.act(o), err_msg=str(t))

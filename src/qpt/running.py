@@ -1,0 +1,239 @@
+"""What a policy keeps of n episodes that run side by side. Numpy alone: an exported policy needs no torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from qpt.errors import QptError
+
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+
+
+class Running(ABC):
+    """Decides for n parallel episodes that may start and end at different times.
+
+    A step is `actions = act(observations)`, then `observe(rewards, costs)` with what came of it. `set_cost_limit` takes
+    effect at the next `act`; it limits the whole episode, so cost-to-go becomes the limit minus what is spent already.
+    """
+
+    def __init__(
+        self,
+        sizes: tuple[int, int],
+        context: int,
+        horizon: int,
+        limit_mode: str,
+        trained_limit: float | None,
+        past_horizon: Literal["error", "clamp"],
+        dtype: type[np.floating[Any]] = np.float32,
+    ) -> None:
+        self.observation_dim, self.action_dim = sizes
+        self.context, self.horizon = context, horizon
+        self.limit_mode, self.trained_limit, self.past_horizon = limit_mode, trained_limit, past_horizon
+        self.count = 0
+        self._dtype = dtype
+
+    @abstractmethod
+    def _decide(self, last: npt.NDArray[np.int64]) -> tuple[npt.NDArray[Any], dict[str, npt.NDArray[Any]]]:
+        """Actions [n, A] for the windows as they are, whose current step is at `last`, and diagnostics [n] by name."""
+
+    @abstractmethod
+    def _suggest(self, limits: Doubles) -> Doubles:
+        """The return targets that belong to cost limits."""
+
+    def _default_limit(self) -> float | None:
+        """What counts where nobody gives a limit."""
+        return 0.0 if self.trained_limit is None and self.limit_mode == "live" else self.trained_limit
+
+    def internal_limit(self, limit: float) -> float:
+        """What the policy is told for a stated limit."""
+        return float(limit)
+
+    # -- episodes ------------------------------------------------------------------------------------------------------
+
+    def reset(
+        self,
+        n: int = 1,
+        *,
+        cost_limits: npt.ArrayLike | None = None,
+        return_targets: npt.ArrayLike | None = None,
+        seeds: npt.ArrayLike | None = None,
+    ) -> None:
+        """Begin n episodes. Without return targets, the best safe logged return for each limit is the target.
+
+        Without limits the policy's own trained one counts, or 0 for policies that take any.
+        """
+        if n < 1:
+            raise QptError(f"reset needs at least one episode, not {n}")
+        self.count, k = n, self.context
+        self._window: dict[str, npt.NDArray[Any]] = {
+            "observations": np.zeros((n, k, self.observation_dim), self._dtype),
+            "actions": np.zeros((n, k, self.action_dim), self._dtype),
+            "earned": np.zeros((n, k), self._dtype),  # before each step of the window
+            "spent": np.zeros((n, k), self._dtype),
+            "steps": np.zeros((n, k), np.int64),
+        }
+        self._step, self._seeds, self._decisions = (np.zeros(n, np.int64) for _ in range(3))
+        self._limits, self._targets, self._return, self._cost = (np.zeros(n) for _ in range(4))
+        self._fixed, self._limited = np.zeros(n, bool), np.zeros(n, bool)  # the target, the limit was given
+        self._sums: dict[str, Doubles] = {}
+        self._acted: npt.NDArray[np.bool_] | None = None
+        self.restart(np.arange(n), cost_limits=cost_limits, return_targets=return_targets, seeds=seeds)
+
+    def restart(
+        self,
+        indices: npt.ArrayLike,
+        *,
+        cost_limits: npt.ArrayLike | None = None,
+        return_targets: npt.ArrayLike | None = None,
+        seeds: npt.ArrayLike | None = None,
+    ) -> None:
+        """Begin new episodes in the given rows; limits, targets and seeds are kept where none are given."""
+        rows = self._rows(indices)
+        for values in (self._step, self._return, self._cost, self._decisions, *self._window.values()):
+            values[rows] = 0
+        for values in self._sums.values():
+            values[rows] = 0
+        if self._acted is not None:
+            self._acted[rows] = False
+        if seeds is not None:
+            self._seeds[rows] = np.asarray(seeds)
+        if return_targets is not None:
+            self._targets[rows], self._fixed[rows] = np.asarray(return_targets, float), True
+        if cost_limits is None and not self._limited[rows].any():
+            cost_limits = self._default_limit()
+        if cost_limits is not None:
+            self.set_cost_limit(cost_limits, rows)
+
+    def set_cost_limit(self, cost_limit: npt.ArrayLike, indices: npt.ArrayLike | None = None) -> None:
+        """Set the limit on the whole episode's cost, of all rows or of some, from the next decision on."""
+        rows = self._rows(np.arange(self.count) if indices is None else indices)
+        limits = np.broadcast_to(np.asarray(cost_limit, float), rows.shape)
+        if not np.isfinite(limits).all() or (limits < 0).any():
+            raise QptError(f"a cost limit is a number of at least 0, not {np.asarray(cost_limit)}")
+        trained = self.trained_limit if self.limit_mode == "trained" else None
+        if trained is not None and not np.allclose(limits, trained):
+            raise QptError(
+                f"this policy was trained for a cost limit of {trained:g} and cannot take another; "
+                f"train one for {limits[~np.isclose(limits, trained)][0]:g}"
+            )
+        limits = np.array([self.internal_limit(limit) for limit in limits])
+        self._limits[rows], self._limited[rows] = limits, True
+        free = ~self._fixed[rows]
+        if free.any():
+            self._targets[rows[free]] = self._suggest(limits[free])
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def act(self, observations: npt.ArrayLike, active: npt.ArrayLike | None = None) -> Floats:
+        """Actions of all rows [n, A]; rows that are not active do not move on and get zeros."""
+        if self.count == 0:
+            raise QptError("call reset(n) before act")
+        seen = np.asarray(observations, self._dtype)
+        if seen.shape != (self.count, self.observation_dim):
+            raise QptError(
+                f"act needs observations of shape [{self.count}, {self.observation_dim}], not {list(seen.shape)}"
+            )
+        running = np.ones(self.count, bool) if active is None else np.array(active, bool)
+        if running.shape != (self.count,):
+            raise QptError(f"act needs {self.count} active flags, one for each row, not {list(running.shape)}")
+        if not np.isfinite(seen[running]).all():
+            raise QptError("an observation holds NaN or infinite values; the policy cannot decide on it")
+        if self._acted is not None and (self._acted & running).any():
+            raise QptError("observe(rewards, costs) must follow act before the next act")
+        if self.past_horizon == "error" and (self._step[running] >= self.horizon).any():
+            raise QptError(
+                f"an episode is past the horizon of {self.horizon} steps that the policy was trained for; "
+                "restart it, or load the policy with past_horizon='clamp'"
+            )
+        last = self._advance(seen, running)
+        actions, diagnostics = self._decide(last)
+        self._window["actions"][running, last[running]] = actions[running]
+        for name, values in diagnostics.items():
+            self._sums.setdefault(name, np.zeros(self.count))[running] += values[running]
+        self._decisions[running] += 1
+        self._acted = running
+        return np.where(running[:, None], actions, 0).astype(np.float32)
+
+    def _advance(self, seen: npt.NDArray[Any], running: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+        """Move the windows of running rows on by one step: a full window loses its oldest step."""
+        full = running & (self._step >= self.context)
+        if full.any():
+            for values in self._window.values():
+                values[full, :-1] = values[full, 1:]
+        last = np.minimum(self._step, self.context - 1)
+        now: dict[str, npt.NDArray[Any]] = {
+            "observations": seen,
+            "actions": np.zeros((self.count, self.action_dim)),
+            "earned": self._return,
+            "spent": self._cost,
+            "steps": np.minimum(self._step, self.horizon - 1),
+        }
+        for name, values in now.items():
+            self._window[name][running, last[running]] = values[running]
+        return last
+
+    def _seen(self, last: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
+        """The windows as a method sees them: targets and limits less what was earned and spent before each step."""
+        w, targets, limits = self._window, self._targets.astype(self._dtype), self._limits.astype(self._dtype)
+        return {
+            "observations": w["observations"],
+            "actions": w["actions"],
+            "return_to_go": targets[:, None] - w["earned"],
+            "cost_to_go": limits[:, None] - w["spent"],
+            "steps": w["steps"],
+            "last": last,
+            "return_target": targets,
+            "cost_limit": limits,
+        }
+
+    def observe(self, rewards: npt.ArrayLike, costs: npt.ArrayLike) -> None:
+        """What the last actions brought, for the rows that were active in them."""
+        if self.count == 0 or self._acted is None:
+            raise QptError("observe follows act; no decision is waiting for its outcome")
+        reward, cost = np.asarray(rewards, float), np.asarray(costs, float)
+        if reward.shape != (self.count,) or cost.shape != (self.count,):
+            raise QptError(
+                f"observe needs {self.count} rewards and costs, not {list(reward.shape)} and {list(cost.shape)}"
+            )
+        rows = self._acted
+        if not (np.isfinite(reward[rows]).all() and np.isfinite(cost[rows]).all()):
+            raise QptError("a reward or cost is NaN or infinite; what is left of the limit would be unknown")
+        self._return[rows] += reward[rows]
+        self._cost[rows] += cost[rows]
+        self._step[rows] += 1
+        self._acted = None
+
+    # -- facts ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def cost_limits(self) -> Doubles:
+        """What the policy is told: internal limits, where they are calibrated."""
+        return self._limits.copy()
+
+    @property
+    def return_targets(self) -> Doubles:
+        return self._targets.copy()
+
+    @property
+    def spent(self) -> Doubles:
+        """Cost of each running episode so far."""
+        return self._cost.copy()
+
+    def diagnostics(self) -> dict[str, Doubles]:
+        """Means over the running episodes' decisions; `fallback_share` is how often no candidate was feasible."""
+        count = np.maximum(self._decisions, 1)
+        return {("fallback_share" if k == "fallback" else k): v / count for k, v in self._sums.items()}
+
+    def _rows(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        if self.count == 0:
+            raise QptError("call reset(n) first")
+        rows = np.atleast_1d(np.asarray(indices))
+        rows = np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.int64)
+        if (wrong := rows[(rows < 0) | (rows >= self.count)]).size:
+            raise QptError(f"there are {self.count} episodes; row {int(wrong[0])} does not exist")
+        return rows
