@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -220,14 +221,12 @@ def test_a_full_disk_leaves_no_half_picture(small: Path, tmp_path: Path, monkeyp
     plotting.save(plotting.cost_return_plane(load_dataset(small)), picture)
     before = picture.read_bytes()
 
-    def full(path: Path, content: bytes) -> int:
-        with path.open("wb") as file:
-            file.write(content[:100])
+    def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
-    for name in ("a.png", "b.png"):
-        with pytest.raises(QptError, match=r"cannot be written: No space left on device; name another place"):
+    monkeypatch.setattr(os, "fsync", full)
+    for name, kept in (("a.png", "the old file is unchanged"), ("b.png", "nothing was written")):
+        with pytest.raises(QptError, match=f"cannot be written: No space left on device; {kept}, choose another"):
             plotting.save(plotting.cost_return_plane(load_dataset(small)), picture.with_name(name))
     assert picture.read_bytes() == before
     assert [p.name for p in picture.parent.iterdir()] == ["a.png"]

@@ -334,7 +334,7 @@ def test_names_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(QptError, match=r"ends in .hdf5 or .npz"):
         write(data, tmp_path / "a.csv")
     (tmp_path / "file").write_text("")
-    with pytest.raises(QptError, match=r"cannot be written: .*; nothing was written, name another place"):
+    with pytest.raises(QptError, match=r"cannot be written: .*; nothing was written, choose another place"):
         write(data, tmp_path / "file" / "a.hdf5")
     (tmp_path / "file").unlink()
     (tmp_path / "folder.hdf5").mkdir()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from qpt.data import Trajectories
 from qpt.episodes import Episodes
 from qpt.errors import QptError
 from qpt.plotting import new_figure
+from qpt.writing import write_csv
 
 Floats = npt.NDArray[np.float64]
 
@@ -140,17 +140,8 @@ def rows(result: Calibration) -> list[dict[str, float]]:
 
 def save(result: Calibration, path: str | Path) -> Path:
     """A .csv table with one row an episode, as `qpt report` reads it from a run folder."""
-    path = Path(path)
     columns = asdict(result)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(columns)
-            writer.writerows(zip(*(values.tolist() for values in columns.values()), strict=True))
-    except OSError as error:
-        raise QptError(f"the table {path} cannot be written: {error.strerror}; choose another --out") from error
-    return path
+    return write_csv(path, columns, zip(*(values.tolist() for values in columns.values()), strict=True))
 
 
 def figure(result: Calibration, title: str) -> Any:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from qpt.evaluation import EpisodePolicy, evaluate
 from qpt.runtime import calibrated_limit
 from qpt.sequential import Floats, Forecast, Verdict, bounds, decide, foretell
 from qpt.tasks import Task, get_task
+from qpt.writing import write_json
 
 FILE = "calibration.json"  # in the checkpoint's folder, beside the manifest
 FORMAT = 1
@@ -272,16 +272,6 @@ def _read(folder: Path) -> list[dict[str, Any]]:
         return entries
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise QptError(f"the calibration {path} cannot be used ({error}); delete it and calibrate again") from error
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise QptError(f"{path} cannot be written: {error.strerror}; choose another folder") from error
 
 
 class CalibratedPolicy:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 import datetime
 import importlib.metadata
+import io
 import json
 import math
-import os
 import platform
 import subprocess
 import sys
@@ -22,6 +22,7 @@ import numpy.typing as npt
 from qpt import __version__, stats
 from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError, require
+from qpt.writing import write_csv, write_whole
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -116,25 +117,15 @@ class Episodes:
         path = Path(path)
         if path.suffix not in (".csv", ".parquet"):
             raise QptError(f"a table is saved as .csv or .parquet, not as {path.name!r}; change the ending")
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         columns = self.columns() | dict(more or {})
         provenance = json.dumps(self.provenance, indent=1, default=str)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.suffix == ".parquet":
-                arrow, parquet = require("pyarrow", "parquet"), require("pyarrow.parquet", "parquet")
-                table = arrow.table(columns).replace_schema_metadata({"qpt": provenance})
-                parquet.write_table(table, temporary)
-            else:
-                with temporary.open("w", newline="", encoding="utf-8") as file:
-                    writer = csv.writer(file)
-                    writer.writerow(columns)
-                    writer.writerows(zip(*columns.values(), strict=True))
-                path.with_name(f"{path.name}.json").write_text(provenance + "\n", encoding="utf-8")
-            temporary.replace(path)
-        except OSError as error:
-            raise QptError(f"the table {path} cannot be written: {error.strerror}; choose another place") from error
-        return path
+        if path.suffix == ".parquet":
+            arrow, parquet = require("pyarrow", "parquet"), require("pyarrow.parquet", "parquet")
+            content = io.BytesIO()
+            parquet.write_table(arrow.table(columns).replace_schema_metadata({"qpt": provenance}), content)
+            return write_whole(path, content.getvalue())
+        write_whole(path.with_name(f"{path.name}.json"), provenance + "\n")
+        return write_csv(path, columns, zip(*columns.values(), strict=True))
 
     @classmethod
     def load(cls, path: str | Path) -> Episodes:

@@ -28,6 +28,7 @@ from qpt.modelcard import find_evidence, model_card
 from qpt.policy import Policy, load_policy
 from qpt.runtime import FORMAT, OnnxPolicy, noise, suggest_returns
 from qpt.tasks import get_task
+from qpt.writing import check_folder
 
 EXPORTABLE = ("qpt", "cdt", "bc-safe", "caps", "cpq", "coptidice")  # the others draw noise as they act
 OPSET = 18
@@ -320,8 +321,5 @@ def _files(out: Path, overwrite: bool) -> tuple[Path, Path, Path]:
     for file in files:
         if file.exists() and not overwrite:
             raise QptError(f"{file} exists already; choose another --out, or add --overwrite")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise QptError(f"the folder {out.parent} cannot be made: {error.strerror}; choose another --out") from error
+    check_folder(out.parent)
     return files

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from qpt.writing import write_whole
+
 Row = dict[str, Any]
 
 
@@ -37,7 +39,7 @@ def rows(path: Path) -> list[Row]:
 
 def rewrite(path: Path, kept: list[Row]) -> None:
     """A JSONL file of these rows alone."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def append_csv(path: Path, row: Row) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
 import textwrap
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qpt.errors import QptError, require
+from qpt.writing import write_whole
 
 # Colours that stay apart for colour-blind readers and in grey print.
 EPISODE, FRONTIER, LIMIT, WARNING, INK, GRID = "#4477aa", "#cc3311", "#ee7733", "#aa4411", "#333333", "#e4e4e4"
@@ -120,14 +119,4 @@ def save(figure: Any, path: str | Path) -> Path:
         raise QptError(f"a picture cannot be written as {path.name!r}; end its name in .png, .svg or .pdf")
     content = io.BytesIO()
     figure.savefig(content, format=path.suffix.lower().lstrip("."))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # a full disk leaves no half picture
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content.getvalue())
-        temporary.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        reason = error.strerror or error
-        raise QptError(f"the picture {path} cannot be written: {reason}; name another place") from error
-    return path
+    return write_whole(path, content.getvalue())

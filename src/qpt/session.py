@@ -25,6 +25,7 @@ from qpt.policy import Policy
 from qpt.stepping import Stepper
 from qpt.tasks import Task
 from qpt.turns import Turn
+from qpt.writing import write_json
 
 DIVERGED = 1e8  # a loss of this size never comes back
 
@@ -161,7 +162,7 @@ class Session:
         out = self.config.out
         try:
             out.mkdir(parents=True, exist_ok=True)
-            (out / "run.json").write_text(json.dumps(self._facts(), indent=1, default=str), encoding="utf-8")
+            write_json(out / "run.json", self._facts())
             for name in ("metrics.jsonl", "metrics.csv", "evaluations.jsonl"):
                 (out / name).unlink(missing_ok=True)
         except OSError as error:

@@ -27,12 +27,12 @@ from qpt.certify import (
     check_statement,
     default_grid,
     store,
-    write_json,
 )
 from qpt.cli.run import run
 from qpt.errors import QptError
 from qpt.sequential import Forecast, foretell, least_episodes
 from qpt.tasks import get_task
+from qpt.writing import check_file, write_json
 
 EXIT = {"accepted": 0, "rejected": 3, "undecided": 4}  # 1 and 2 are errors, as everywhere
 
@@ -83,7 +83,7 @@ def certify_command(
     if calibrate and apply_calibration:
         raise QptError("--calibrate finds a calibration and --apply-calibration uses one; give one of the two")
     if out is not None:
-        _check_writable(out)
+        check_file(out)
     policy = importlib.import_module("qpt.policy").load_policy(checkpoint, which=which)
     if "OMP_NUM_THREADS" not in os.environ:  # small networks on the CPU gain nothing from more threads
         importlib.import_module("torch").set_num_threads(1)
@@ -223,16 +223,6 @@ def _bar(name: str, total: int) -> Iterator[Any]:
             bar.update(line, completed=episodes, text=text)
 
         yield show
-
-
-def _check_writable(path: Path) -> None:
-    """What cannot be written is said before the long part."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise QptError(f"the folder {path.parent} cannot be made: {error.strerror}; choose another") from error
-    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise QptError(f"{path} cannot be written; choose another file")
 
 
 def main(args: Sequence[str]) -> int:

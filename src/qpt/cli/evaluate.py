@@ -34,6 +34,7 @@ from qpt.evaluation import (
     evaluate,
 )
 from qpt.tasks import Task, get_task
+from qpt.writing import check_file, check_folder
 
 FRAMES = 250  # of a picture at most: longer episodes leave some out
 # Colours and shapes of the limits in a picture, apart from those of the data's plane.
@@ -219,7 +220,7 @@ def _with_interval(line: dict[str, Any], key: str, digits: int) -> str:
 
 
 def _check_files(out: Path | None, record: Path | None, picture: Path | None, folder: Path | None) -> None:
-    """What cannot be written is said before the evaluation, which may take hours."""
+    """What cannot be done is said before the evaluation, which may take hours."""
     if out is not None and out.suffix not in (".csv", ".parquet"):
         raise QptError(f"a table is saved as .csv or .parquet, not as {out.name!r}; change the ending of --out")
     if out is not None and out.suffix == ".parquet":
@@ -230,13 +231,9 @@ def _check_files(out: Path | None, record: Path | None, picture: Path | None, fo
         raise QptError(f"a picture is saved as .png, .svg or .pdf, not as {picture.name!r}; change its ending")
     if folder is not None:
         require("imageio.v3", "sims")
-    for place in filter(None, (*(file and file.parent for file in (out, record, picture)), folder)):
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise QptError(f"the folder {place} cannot be made: {error.strerror}; choose another") from error
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise QptError(f"nothing can be written into {place}; choose another folder, or change its permissions")
+        check_folder(folder)
+    for file in filter(None, (out, record, picture)):
+        check_file(file)
 
 
 def named_policy(name: str, task: Task) -> EpisodePolicy:

@@ -20,6 +20,7 @@ from qpt import plotting
 from qpt.cli.run import run
 from qpt.data import load_dataset
 from qpt.errors import QptError
+from qpt.writing import check_file
 
 
 def judge_command(
@@ -157,18 +158,13 @@ def bar(text: str) -> Iterator[Any]:
 
 
 def check_files(out: Path | None, picture: Path | None, endings: tuple[str, ...] = (".json", ".csv")) -> None:
-    """What cannot be written is said before the long part."""
+    """What cannot be done is said before the long part."""
     if out is not None and out.suffix not in endings:
         raise QptError(f"results are saved as {' or '.join(endings)}, not as {out.name!r}; change the ending of --out")
     if picture is not None and picture.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise QptError(f"a picture is saved as .png, .svg or .pdf, not as {picture.name!r}; change its ending")
     for path in filter(None, (out, picture)):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise QptError(f"the folder {path.parent} cannot be made: {error.strerror}; choose another") from error
-        if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-            raise QptError(f"{path} cannot be written; choose another file")
+        check_file(path)
 
 
 def main(args: Sequence[str]) -> int:

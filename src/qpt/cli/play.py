@@ -19,6 +19,7 @@ from qpt.envs import make_env
 from qpt.errors import QptError, require
 from qpt.evaluation import EpisodePolicy, episode_seeds
 from qpt.tasks import Task, get_task
+from qpt.writing import check_file
 
 Picture = npt.NDArray[np.uint8]
 PANEL = 76  # height of the strip below the picture
@@ -166,10 +167,7 @@ def check_film(path: Path) -> None:
                 "an .mp4 needs imageio-ffmpeg, which is not installed; run: pip install imageio-ffmpeg, "
                 "or end --out in .gif"
             ) from error
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise QptError(f"the folder {path.parent} cannot be made: {error.strerror}; choose another --out") from error
+    check_file(path)
 
 
 def write_film(pictures: Sequence[Picture], path: Path, fps: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,6 +36,7 @@ from qpt.experiments.bench import Bench
 from qpt.experiments.jobs import RULE_NAMES
 from qpt.experiments.results import Results
 from qpt.tasks import get_task
+from qpt.writing import check_folder, write_csv
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def hyperparameters(
             for c in curves
             for point in zip(c.steps, c.reward, c.reward_std, c.cost, c.cost_std, strict=True)
         )
-        _write_csv(setup.out / "curves.csv", header, points)
+        write_csv(setup.out / "curves.csv", header, points)
     words = ("hyperparameters", "Hyper-parameters")
     return _finish(setup, *words, bench, bench.results, reproduce.hyperparameter_rows, picture)
 
@@ -217,7 +217,7 @@ def augmentation_figure(
     base = relabelled.base
     header = ("base_episode", "base_cost", "base_return", "target_cost", "target_return")
     columns = (base, episodes.episode_costs[base], episodes.returns[base], relabelled.target_cost)
-    _write_csv(out / "augmentation.csv", header, zip(*columns, relabelled.target_return, strict=True))
+    write_csv(out / "augmentation.csv", header, zip(*columns, relabelled.target_return, strict=True))
     counts = f"{len(relabelled):,} relabelled episodes from {len(set(base.tolist())):,} of {len(episodes):,}"
     print(f"{counts}\nwrote {out / 'augmentation.png'} and augmentation.csv")
     return 0
@@ -234,10 +234,7 @@ def theory_command(out: Path, problems: int = 300) -> int:
     """
     if problems < 1:
         raise QptError(f"at least one random problem is needed, not {problems}")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise QptError(f"the folder {out} cannot be made: {error.strerror}; choose another --out") from error
+    check_folder(out)
     result = theory.run(out, problems)
     page = console()
     table = Table("where the theorem or its proof fails", "H", "ε", "σ^r", "σ^c", "claimed ≤", "true", box=SIMPLE_HEAD)
@@ -333,14 +330,3 @@ def _table(rows: Sequence[beside.Row]) -> Table:
         style = "bold blue" if row.best else "bold" if row.safe else "dim"
         table.add_row(*map(escape, beside.cells(row)), style=style)
     return table
-
-
-def _write_csv(path: Path, header: Sequence[str], rows: Any) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(header)
-            writer.writerows(rows)
-    except OSError as error:
-        raise QptError(f"the table {path} cannot be written: {error.strerror}; choose another --out") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import os
 import sys
@@ -20,6 +19,7 @@ from qpt.cli.judge import bar, check_files, read_fingerprint
 from qpt.cli.run import run
 from qpt.data import load_dataset
 from qpt.errors import QptError
+from qpt.writing import write_json
 
 NONE_QUALIFIES = 3  # exit code; 1 and 2 are errors, as everywhere
 
@@ -86,13 +86,13 @@ def select_command(
         )
     content = found.to_json()
     if out is not None:  # before the comparison, should that fail
-        out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(out, content)
     if episodes is not None:
         report = ope.oracle_report(found, selection_room.realised_values(episodes, found))
         content["oracle"] = vars(report)
         console.print(sentence(report), highlight=False, soft_wrap=True)
     if out is not None:
-        out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_json(out, content)
         console.print(f"wrote {out}", highlight=False)
     return 0 if found.qualified else NONE_QUALIFIES
 

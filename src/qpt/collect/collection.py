@@ -29,6 +29,7 @@ from qpt.envs import make_env
 from qpt.envs.vector import portable
 from qpt.errors import QptError
 from qpt.tasks import Task, dsrl_tasks, factory_from
+from qpt.writing import write_whole
 
 PACKAGES = {  # whose versions the data depend on
     "bullet": ("bullet_safety_gym", "pybullet"),
@@ -254,7 +255,7 @@ def _claimed(folder: Path, plan: dict[str, Any]) -> Iterator[None]:
     if not file.exists():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise QptError(f"{folder} exists and is no collection of ours; choose another --out or move it away")
-        spool.write_whole(file, text.encode())
+        write_whole(file, text)
     elif file.read_text(encoding="utf-8") != text:
         raise QptError(
             f"{folder} holds a collection that was begun with other settings; finish it with the command it was begun "

@@ -9,10 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
-import secrets
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +21,14 @@ from safetensors.numpy import load_file, save
 from qpt.collect.recorder import Rollout
 from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError
+from qpt.writing import write_whole
 
 STEPS = ("observations", "actions", "rewards", "costs", "terminals", "timeouts")  # one row a step
 EPISODES = ("final_observations", "lengths", "env_seed", "mean_action")  # one row an episode
 STATE = "state.safetensors"
+ADVICE = "make room, and run the same command again"
 
 Arrays = dict[str, npt.NDArray[Any]]
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write under another name first: a reader sees the old file, the new one, or none, never a part."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise QptError(
-            f"{path} cannot be written ({error.strerror or error}); make room, and run the same command again"
-        ) from error
 
 
 # -- chunks ------------------------------------------------------------------------------------------------------------
@@ -81,7 +62,7 @@ def append_arrays(folder: Path, iteration: int, arrays: Mapping[str, npt.NDArray
     if not path.exists():
         buffer = io.BytesIO()
         np.savez(buffer, **arrays)  # type: ignore[arg-type]
-        write_whole(path, buffer.getvalue())
+        write_whole(path, buffer.getvalue(), ADVICE)
 
 
 def chunks(folder: Path) -> list[Path]:
@@ -144,7 +125,7 @@ def gather(folders: list[Path], chosen: npt.NDArray[np.int64] | None = None) -> 
 
 
 def save_state(folder: Path, tensors: Arrays, facts: Mapping[str, Any]) -> None:
-    write_whole(folder / STATE, save(tensors, {"facts": json.dumps(facts)}))
+    write_whole(folder / STATE, save(tensors, {"facts": json.dumps(facts)}), ADVICE)
 
 
 def load_state(folder: Path) -> tuple[Arrays, dict[str, Any]] | None:

@@ -12,11 +12,10 @@ import json
 import math
 import os
 import re
-import secrets
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +36,7 @@ from qpt.data.checks import (
 )
 from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError, require
+from qpt.writing import write_whole
 
 if TYPE_CHECKING:
     import h5py  # imported only where an HDF5 file is read or written: npz does without
@@ -105,21 +105,7 @@ def write(trajectories: Trajectories, path: str | Path, compact: bool = False) -
         "compact: final_observations, one row an episode, instead of next_observations" if compact else "DSRL"
     )
     content = _npz_bytes(columns, info) if path.suffix.lower() == ".npz" else _hdf5_bytes(columns, info)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        kept = "the old file is unchanged" if path.exists() else "nothing was written"
-        raise QptError(f"{path} cannot be written: {error.strerror or error}; {kept}, name another place") from error
-    finally:
-        with suppress(OSError):  # no such folder, or no permission: nothing to clean up
-            temporary.unlink(missing_ok=True)
-    return path
+    return write_whole(path, content)
 
 
 # -- from columns to trajectories --------------------------------------------------------------------------------------

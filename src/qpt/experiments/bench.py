@@ -16,6 +16,7 @@ from qpt.experiments.jobs import DONE, Job, is_done, method_config, read_json
 from qpt.experiments.live import board
 from qpt.experiments.results import Results, collect_results
 from qpt.tasks import Task, get_task
+from qpt.writing import check_folder
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +47,7 @@ def run_jobs(jobs: Sequence[Job], root: str | Path, executor: Executor | None = 
     todo = [job for job in unique.values() if not is_done(job, root)]
     check_data(todo)
     _check_same_data([job for job in unique.values() if job not in todo], root)
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise QptError(f"the folder {root} cannot be made: {error.strerror}; choose another") from error
+    check_folder(root)
     with board(todo, root, len(unique) - len(todo), show) as (state, report):
         if todo:
             (executor or local_executor())(todo, root, report)

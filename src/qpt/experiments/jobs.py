@@ -26,6 +26,7 @@ from qpt.evaluation import evaluate
 from qpt.policy import load_policy
 from qpt.tasks import all_tasks, get_task
 from qpt.training import TrainConfig, train
+from qpt.writing import check_folder, write_json
 
 # What stands in the `checkpoint` column of the results: which checkpoint, on which episodes.
 LAST = "last"  # the last checkpoint, on the report's episodes
@@ -222,10 +223,7 @@ def run_job(job: Job, root: Path, simulators: int = 0) -> Path:
     events.jsonl: start (with the step it went on from), then trained, then done or failed.
     """
     folder = root / job.key
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise QptError(f"the folder {folder} cannot be made: {error.strerror}; choose another --out") from error
+    check_folder(folder)
     with _alone(folder):
         if is_done(job, root):
             return folder
@@ -324,13 +322,6 @@ def _facts(job: Job, folder: Path) -> dict[str, Any]:
 
 
 # -- little tools ------------------------------------------------------------------------------------------------------
-
-
-def write_json(path: Path, row: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(row, indent=1, default=str) + "\n", encoding="utf-8")
-    temporary.replace(path)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qpt.errors import QptError
+from qpt.writing import write_whole
 
 _LATEX = {c: f"\\{c}" for c in "&%$#_{}"} | {
     "\\": r"\textbackslash{}",
@@ -49,10 +49,4 @@ def csv_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> list[Path]:
     """Texts by the names of their files, into a folder."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise QptError(f"the tables cannot be written to {folder}: {error.strerror}; choose another folder") from error
-    return [folder / name for name in texts]
+    return [write_whole(folder / name, text) for name, text in texts.items()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from qpt.errors import QptError
 from qpt.ope.decisions import decide
 from qpt.ope.fqe import FitConfig, Fits, Show, student_quantile, thin
 from qpt.ope.support import Neighbours
+from qpt.writing import write_csv, write_json
 
 Interval = tuple[float, float]
 FAR = 0.3  # share of steps outside the log's spread from which on a warning is given
@@ -97,20 +97,11 @@ def save_judgements(judgements: Sequence[Judgement], path: str | Path) -> Path:
     path = Path(path)
     if path.suffix not in (".json", ".csv"):
         raise QptError(f"a judgement is saved as .json or .csv, not as {path.name!r}; change the ending of --out")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", newline="", encoding="utf-8") as file:
-            if path.suffix == ".json":
-                content = [j.to_json() for j in judgements]
-                file.write(json.dumps(content[0] if len(content) == 1 else content, indent=1) + "\n")
-            else:
-                writer = csv.DictWriter(file, COLUMNS)
-                writer.writeheader()
-                for j in judgements:
-                    writer.writerows(j.rows())
-    except OSError as error:
-        raise QptError(f"{path} cannot be written: {error.strerror}; choose another file") from error
-    return path
+    if path.suffix == ".json":
+        content = [j.to_json() for j in judgements]
+        return write_json(path, content[0] if len(content) == 1 else content)
+    rows = ([row.get(name, "") for name in COLUMNS] for j in judgements for row in j.rows())
+    return write_csv(path, COLUMNS, rows)
 
 
 class Log:

@@ -7,10 +7,8 @@ import hashlib
 import html
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from qpt.report import tables
 from qpt.report.sources import Collected, Result, Run, collect
 from qpt.report.summary import Line, curves, lines, training_metrics
 from qpt.tasks import all_tasks
+from qpt.writing import write_whole
 
 EPISODES_SHOWN = 400  # of one method at one limit in the page; its numbers are of all
 
@@ -47,15 +46,7 @@ def write_report(
     made = lines(collected.results)
     texts = table_texts(made)
     page = render(collected, made, texts, title)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")  # a full disk leaves no half page
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(page, encoding="utf-8")
-        temporary.replace(out)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise QptError(f"the report {out} cannot be written: {error.strerror}; choose another --out") from error
+    write_whole(out, page)
     return [out, *(write_texts(Path(table_folder), texts) if table_folder is not None else [])]
 
 

@@ -1,0 +1,69 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import secrets
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from qpt.errors import QptError
+
+
+def write_whole(path: str | Path, content: bytes | str, advice: str = "choose another place") -> Path:
+    """Write under another name first: a reader sees the old file, the new one, or none, never a part."""
+    path, content = Path(path), content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        if path.is_char_device() or path.is_fifo():  # /dev/stdout and the like are not replaced
+            path.write_bytes(content)
+            return path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        kept = "the old file is unchanged" if os.access(path, os.F_OK) else "nothing was written"
+        raise QptError(f"{path} cannot be written: {error.strerror or error}; {kept}, {advice}") from error
+    finally:
+        with suppress(OSError):  # no such folder, or no permission: nothing to clean up
+            temporary.unlink(missing_ok=True)
+    return path
+
+
+def check_folder(folder: Path) -> None:
+    """What cannot be written is said before the long part."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise QptError(f"the folder {folder} cannot be made: {error.strerror}; choose another") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise QptError(f"nothing can be written into {folder}; choose another folder, or change its permissions")
+
+
+def check_file(path: Path) -> None:
+    """The same for a file."""
+    check_folder(path.parent)
+    if path.is_dir():
+        raise QptError(f"{path} is a folder and cannot be written as a file; choose another name")
+
+
+def write_json(path: str | Path, content: Any, advice: str = "choose another place") -> Path:
+    return write_whole(path, json.dumps(content, indent=1, default=str) + "\n", advice)
+
+
+def write_csv(
+    path: str | Path, header: Iterable[str], rows: Iterable[Iterable[Any]], advice: str = "choose another place"
+) -> Path:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(header)
+    writer.writerows(rows)
+    return write_whole(path, text.getvalue(), advice)
