@@ -264,6 +264,9 @@ def hostile(path: Path, what: str) -> None:
                 file.create_dataset("costs", data=["1"] * n, dtype=h5py.string_dtype())
             case "ragged":
                 file.create_dataset("costs", (n,), dtype=h5py.vlen_dtype(np.float32))
+            case "less than a checksum":
+                made = file.create_dataset("costs", (n,), "f4", chunks=(n,), fletcher32=True)
+                made.id.write_direct_chunk((0,), b"abc")
             case "references":
                 file.create_dataset("costs", (n,), dtype=h5py.ref_dtype)
             case "compound":
@@ -309,6 +312,7 @@ SENTENCES = {
     "strings": "holds strings",
     "variable strings": "strings",
     "ragged": "objects",
+    "less than a checksum": "costs has a part with nothing in it",
     "references": "references",
     "compound": "compound",
     "opaque": "opaque",

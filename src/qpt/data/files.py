@@ -207,13 +207,15 @@ def _check_chunks(name: str, dataset: h5py.Dataset, file_size: int, limit: int) 
     if dataset.chunks is None:
         return
     check_size(f"a chunk of {name}", math.prod(dataset.chunks) * dataset.dtype.itemsize, file_size, limit)
-    largest = 0
+    largest, least = 0, 4 if dataset.fletcher32 else 0  # libhdf5 reads a checksum that is not there, and crashes
 
     def look(chunk: Any) -> None:
         nonlocal largest
         largest = max(largest, chunk.size)
         if chunk.byte_offset is None or chunk.byte_offset + chunk.size > file_size:
             raise QptError(f"{name} has a part that lies beyond the end of the file; the file is cut short or damaged")
+        if chunk.size <= least:
+            raise QptError(f"{name} has a part with nothing in it; the file is damaged")
 
     dataset.id.chunk_iter(look)
     if dataset.compression == "gzip" and largest * 1032 > max(limit, 2**30):  # it may unpack to more than it says
