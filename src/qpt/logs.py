@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from qpt.writing import write_whole
+from qpt.writing import write_csv, write_whole
 
 Row = dict[str, Any]
 
@@ -55,10 +55,8 @@ def append_csv(path: Path, row: Row) -> None:
             return
         with path.open(encoding="utf-8", newline="") as file:
             before = list(csv.DictReader(file))
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys([*columns, *row])))
-        writer.writeheader()
-        writer.writerows([*before, row])
+    columns = list(dict.fromkeys([*columns, *row]))
+    write_csv(path, columns, ([one.get(name, "") for name in columns] for one in [*before, row]))
 
 
 def rewrite_csv(path: Path, kept: list[Row]) -> None:

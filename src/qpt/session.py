@@ -25,7 +25,7 @@ from qpt.policy import Policy
 from qpt.stepping import Stepper
 from qpt.tasks import Task
 from qpt.turns import Turn
-from qpt.writing import write_json
+from qpt.writing import check_folder, write_json
 
 DIVERGED = 1e8  # a loss of this size never comes back
 
@@ -160,13 +160,10 @@ class Session:
 
     def _start_files(self) -> None:
         out = self.config.out
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-            write_json(out / "run.json", self._facts())
-            for name in ("metrics.jsonl", "metrics.csv", "evaluations.jsonl"):
-                (out / name).unlink(missing_ok=True)
-        except OSError as error:
-            raise QptError(f"the run folder {out} cannot be written: {error.strerror}; choose another --out") from error
+        check_folder(out)
+        write_json(out / "run.json", self._facts())
+        for name in ("metrics.jsonl", "metrics.csv", "evaluations.jsonl"):
+            (out / name).unlink(missing_ok=True)
 
     def _resume(self, folder: Path) -> None:
         manifest = checkpoint.read_manifest(folder)

@@ -55,15 +55,13 @@ def check_file(path: Path) -> None:
         raise QptError(f"{path} is a folder and cannot be written as a file; choose another name")
 
 
-def write_json(path: str | Path, content: Any, advice: str = "choose another place") -> Path:
-    return write_whole(path, json.dumps(content, indent=1, default=str) + "\n", advice)
+def write_json(path: str | Path, content: Any) -> Path:
+    return write_whole(path, json.dumps(content, indent=1, default=str) + "\n")
 
 
-def write_csv(
-    path: str | Path, header: Iterable[str], rows: Iterable[Iterable[Any]], advice: str = "choose another place"
-) -> Path:
+def write_csv(path: str | Path, header: Iterable[str], rows: Iterable[Iterable[Any]]) -> Path:
     text = io.StringIO(newline="")
     writer = csv.writer(text)
     writer.writerow(header)
     writer.writerows(rows)
-    return write_whole(path, text.getvalue(), advice)
+    return write_whole(path, text.getvalue())
