@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dying import killed_while_training
 from helpers import tiny_data
 from qpt import checkpoint, logs
 from qpt.algorithms.base import Spec, algorithm_classes
@@ -85,22 +84,8 @@ def test_methods_that_draw_noise_of_their_own(name: str, tmp_path: Path) -> None
 
 def test_killed_and_resumed(tmp_path: Path, alone: dict[int, dict[str, Any]]) -> None:
     """Killed in the middle of a write, one seed lost altogether: the runs still end with the same bits."""
-    pid = os.fork()
-    if pid == 0:
-        calls, save = {"n": 0}, checkpoint._save
-
-        def dying(*args: Any) -> None:
-            calls["n"] += 1
-            if calls["n"] == 9:  # two files a checkpoint: after the second one of the first seed
-                os.kill(os.getpid(), signal.SIGKILL)
-            save(*args)
-
-        checkpoint._save = dying
-        try:
-            train_seeds(config(tmp_path, seeds=SEEDS), tiny_data())
-        finally:
-            os._exit(0)
-    assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+    # Two files a checkpoint: the ninth is the first one of the second seed's second checkpoint.
+    killed_while_training("model", 9, config(tmp_path, seeds=SEEDS))
     reached = [checkpoint.read_manifest(checkpoint.resolve(tmp_path / f"seed{s}"))["step"] for s in SEEDS]
     assert len(set(reached)) == 2  # they stand at different steps
     shutil.rmtree(tmp_path / "seed7")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -20,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 import qpt
+from dying import PLACES, killed_while_training
 from helpers import tiny_data
 from qpt import checkpoint, logs
 from qpt.algorithms.base import Spec
@@ -127,36 +127,12 @@ def test_killed_at_many_moments(tmp_path: Path) -> None:
         assert same(weights(tmp_path / "whole"), weights(tmp_path / f"killed{i}"))
 
 
-@pytest.mark.parametrize("moment", ["model", "training", "manifest", "rename"])
+@pytest.mark.parametrize("moment", PLACES)
 def test_a_kill_while_writing_keeps_the_old_checkpoint(tmp_path: Path, moment: str) -> None:
     """The process dies at a chosen point inside a checkpoint's writing; resumed, it still ends with the same bits."""
     data = tiny_data()
     train(config(tmp_path / "whole"), data)
-    pid = os.fork()
-    if pid == 0:  # the child is killed in its third write
-        calls = {"n": 0}
-        place = {
-            "model": (checkpoint, "_save"),
-            "training": (checkpoint, "_digest"),
-            "manifest": (checkpoint, "_sync"),
-            "rename": (Path, "rename"),
-        }
-        owner, name = place[moment]
-        original = getattr(owner, name)
-
-        def dying(*args: Any, **kwargs: Any) -> Any:
-            calls["n"] += 1
-            if calls["n"] == 5:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*args, **kwargs)
-
-        setattr(owner, name, dying)
-        try:
-            train(config(tmp_path / "cut"), data)
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(pid, 0)
-    assert os.WIFSIGNALED(status)
+    killed_while_training(moment, 5, config(tmp_path / "cut"))
     assert len(checkpoint.checkpoints(tmp_path / "cut")) >= 1
     train(config(tmp_path / "cut", resume=True), data)
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
