@@ -631,6 +631,51 @@ def test_the_shield_changes_the_first_candidate_as_little_as_the_test_lets_it() 
     assert candidates.choose(method, context, actions, reward_q, cost_q)[0].tolist() == [1, 2, 1, 3, 2, 0]
 
 
+@pytest.mark.parametrize("noise_mode", ["episode", "step"])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"choice": "softmax"},
+        {"action_noise": 0.2, "test_radius": 0.2},
+        {"fallback": "tradeoff", "cost_test": "horizon", "test_offset": 5.0},
+        {"support": 0.9},
+    ],
+)
+def test_a_shield_tries_the_others_only_where_the_policys_own_action_fails(
+    noise_mode: str, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decision is that among all candidates, with less work: not for what passes, nor for who is not there."""
+    method, _ = make(candidates=6, rtg_noise=0.5, ctg_noise=0.3, selection="shield", noise_mode=noise_mode, **extra)
+    method.eval()
+    context = random_context(method, 20)
+    told, aimed = candidates.frugal(method, context), candidates.aimed(method, context)
+    tried: list[tuple[int, int]] = []
+    propose = candidates.propose
+
+    def counting(method: QPT, context: Context, count: int) -> torch.Tensor:
+        tried.append((len(context.last), count))
+        return propose(method, context, count)
+
+    with torch.no_grad():
+        expected = candidates.among(method, told, aimed, 6)
+        own = candidates.among(method, told, aimed, 1).diagnostics["fallback"] > 0
+        monkeypatch.setattr(candidates, "propose", counting)
+        found = candidates.decide(method, context)
+        spared = tried == [(20, 1)] + [(1, 6)] * int(own.sum())
+        tried.clear()
+        away = torch.arange(20) % 2 == 0
+        candidates.decide(method, context._replace(active=~away))
+    torch.testing.assert_close(found.actions, expected.actions, rtol=0, atol=1e-10)
+    torch.testing.assert_close(found.diagnostics, expected.diagnostics, rtol=0, atol=1e-10)
+    assert 0 < own.sum() < 20  # both kinds are among them
+    if extra.get("support"):  # an action is likely or not among the others
+        assert tried == [(20, 6)]
+    else:
+        assert spared
+        assert tried == [(20, 1)] + [(1, 6)] * int((own & ~away).sum())
+
+
 def test_horizon_budget_is_an_even_discounted_spend() -> None:
     expected = sum(0.99**i * 10 / 200 for i in range(200))
     assert discounted_limit(10.0, 200, 0.99) == pytest.approx(expected)

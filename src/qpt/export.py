@@ -123,7 +123,7 @@ class _Decision(nn.Module):
 
     def forward(self, *fields: Tensor, noise: Tensor | None = None) -> tuple[Tensor, ...]:
         # Without seeds: a method that asks for them cannot be exported.
-        decision = self.method.act(Context._make((*fields, None, noise)))
+        decision = self.method.act(Context._make((*fields, None, noise, None)))
         return decision.actions.clamp(-1, 1), *decision.diagnostics.values()
 
 

@@ -49,12 +49,15 @@ class Policy(Running):
         factor = float(getattr(self.method.config, "target_factor", 1.0))
         return np.array([float(suggest(limit)) * factor for limit in limits.tolist()])
 
-    def _decide(self, last: npt.NDArray[np.int64]) -> tuple[npt.NDArray[Any], dict[str, npt.NDArray[Any]]]:
+    def _decide(
+        self, last: npt.NDArray[np.int64], running: npt.NDArray[np.bool_]
+    ) -> tuple[npt.NDArray[Any], dict[str, npt.NDArray[Any]]]:
         seen = {name: torch.from_numpy(values) for name, values in self._seen(last).items()}
         if self.method.training:
             self.method.eval()
         with torch.no_grad():
-            decision = self._ask(Context(**seen, seeds=torch.from_numpy(self._seeds)))
+            seeds, active = torch.from_numpy(self._seeds), torch.from_numpy(running)
+            decision = self._ask(Context(**seen, seeds=seeds, active=active))
             actions = decision.actions.clamp(-1, 1)
         return actions.numpy(), {name: values.double().numpy() for name, values in decision.diagnostics.items()}
 
@@ -67,12 +70,15 @@ class Policy(Running):
         return self._away.act(context)
 
 
+SENT = Context._fields.index("noise")  # fields that travel to a GPU: noise is drawn and all rows are decided on there
+
+
 class _Away:
     """Decisions on a GPU: one copy there, one copy back, and between them from the second on one captured graph."""
 
     def __init__(self, key: Any, method: Algorithm, device: torch.device, like: Context) -> None:
         self.key, self.method, self.device = key, method, device
-        given = [x for x in like if x is not None]
+        given: list[Tensor] = list(like[:SENT])  # type: ignore[arg-type]
         sizes = [-(-x.numel() * x.element_size() // 16) * 16 for x in given]  # aligned
         self._here = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._there = torch.empty_like(self._here, device=device)
@@ -90,7 +96,7 @@ class _Away:
             return self._act(context)
 
     def _act(self, context: Context) -> Decision:
-        for field, value in zip(self._fields, context, strict=False):  # the caller draws no noise here
+        for field, value in zip(self._fields, context[:SENT], strict=True):
             field.copy_(value)  # type: ignore[arg-type]
         self._there.copy_(self._here, non_blocking=True)
         self._calls += 1

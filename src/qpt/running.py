@@ -38,8 +38,13 @@ class Running(ABC):
         self._dtype = dtype
 
     @abstractmethod
-    def _decide(self, last: npt.NDArray[np.int64]) -> tuple[npt.NDArray[Any], dict[str, npt.NDArray[Any]]]:
-        """Actions [n, A] for the windows as they are, whose current step is at `last`, and diagnostics [n] by name."""
+    def _decide(
+        self, last: npt.NDArray[np.int64], running: npt.NDArray[np.bool_]
+    ) -> tuple[npt.NDArray[Any], dict[str, npt.NDArray[Any]]]:
+        """Actions [n, A] for the windows as they are, whose current step is at `last`, and diagnostics [n] by name.
+
+        Only those of running rows are used.
+        """
 
     @abstractmethod
     def _suggest(self, limits: Doubles) -> Doubles:
@@ -151,7 +156,7 @@ class Running(ABC):
                 "restart it, or load the policy with past_horizon='clamp'"
             )
         last = self._advance(seen, running)
-        actions, diagnostics = self._decide(last)
+        actions, diagnostics = self._decide(last, running)
         self._window["actions"][running, last[running]] = actions[running]
         for name, values in diagnostics.items():
             self._sums.setdefault(name, np.zeros(self.count))[running] += values[running]

@@ -94,7 +94,11 @@ class OnnxPolicy(Running):
     def _suggest(self, limits: Doubles) -> Doubles:
         return suggest_returns(self.facts["return_targets"], limits)
 
-    def _decide(self, last: npt.NDArray[np.int64]) -> tuple[npt.NDArray[Any], dict[str, npt.NDArray[Any]]]:
+    def _decide(
+        self,
+        last: npt.NDArray[np.int64],
+        running: npt.NDArray[np.bool_],  # noqa: ARG002
+    ) -> tuple[npt.NDArray[Any], dict[str, npt.NDArray[Any]]]:
         step = self._window["steps"][np.arange(self.count), last]
         found = self.decide({**self._seen(last), "noise": noise(self.facts["noise"], self._seeds, step)})
         return found.pop(self.outputs[0]), found

@@ -115,10 +115,15 @@ class Context(NamedTuple):
     cost_limit: Tensor  # [n] of the whole episode
     seeds: Tensor  # [n] of the episode's noise
     noise: Tensor | None = None  # [n, W] drawn by the caller, in place of what the seeds would give
+    active: Tensor | None = None  # [n] whose decisions count; None: all. Work for the others may be spared
 
     def now(self, field: Tensor) -> Tensor:
         """The entry of the current step."""
         return field[torch.arange(self.last.shape[0], device=self.last.device), self.last]
+
+    def rows(self, index: Tensor) -> Context:
+        """Some of the episodes."""
+        return Context._make(None if field is None else field[index] for field in self)
 
 
 class Decision(NamedTuple):

@@ -51,23 +51,46 @@ FIELDS = frozenset(
 def decide(method: QPT, context: Context) -> Decision:
     """One of the candidates' actions a_j with Q^c(s, a_j) <= remaining budget: best by Q^r, or as `choose` is told."""
     c, told, context = method.config, frugal(method, context), aimed(method, context)
-    count = c.candidates if c.inference_with_candidates else 1
-    proposed = propose(method, told, count)  # [n, m, A]
-    rows = torch.arange(proposed.shape[0], device=proposed.device)
-    if count > 1 and not method.uses_critics:
+    if not c.inference_with_candidates or c.candidates == 1:
+        actions = propose(method, told, 1)[:, 0]
+        return Decision(actions, {"fallback": torch.zeros(actions.shape[0], device=actions.device)})
+    if not method.uses_critics:
         raise QptError(
             "this policy was trained without critics and cannot choose among candidates; "
             "leave inference_with_candidates off"
         )
-    if count == 1:
-        return Decision(proposed[:, 0], {"fallback": torch.zeros(proposed.shape[0], device=proposed.device)})
+    # A graph (on a GPU, or exported with the noise as its input) does the same work whatever the values are.
+    graph = context.last.device.type == "cuda" or context.noise is not None
+    if c.selection == "shield" and not c.support and not graph:
+        return shielded(method, told, context)
+    return among(method, told, context, c.candidates)
+
+
+def among(method: QPT, told: Context, context: Context, count: int) -> Decision:
+    """The choice among so many candidates, which are `told` what to aim at and tested against the context's budget."""
+    proposed = propose(method, told, count)  # [n, m, A]
     reward_q, cost_q = score(method, context, proposed)
     likely = supported(method, context, proposed)
     chosen, infeasible = choose(method, context, proposed, reward_q, cost_q, likely)
+    rows = torch.arange(proposed.shape[0], device=proposed.device)
     return Decision(
         proposed[rows, chosen],
         {"fallback": infeasible.float(), "reward_q": reward_q[rows, chosen], "cost_q": cost_q[rows, chosen]},
     )
+
+
+def shielded(method: QPT, told: Context, context: Context) -> Decision:
+    """As `among` all candidates for a shield, but the others are tried only where the policy's own action fails."""
+    own = among(method, told, context, 1)
+    failed = own.diagnostics["fallback"] > 0
+    if context.active is not None:
+        failed &= context.active
+    for row in failed.nonzero():  # one by one: so no last digit depends on which others fail, and it is faster
+        other = among(method, told.rows(row), context.rows(row), method.config.candidates)
+        own.actions[row] = other.actions
+        for name, values in own.diagnostics.items():
+            values[row] = other.diagnostics[name]
+    return own
 
 
 def aimed(method: QPT, context: Context) -> Context:
