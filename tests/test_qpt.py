@@ -235,6 +235,19 @@ def test_budget_critics_learn_only_from_what_fits_the_budget() -> None:
     assert metrics["critic/reward_loss"].item() == pytest.approx(total / count, rel=1e-9)
 
 
+@pytest.mark.parametrize("time_critics", [True, False])
+def test_a_timeout_before_the_horizon_is_no_end(time_critics: bool) -> None:
+    """Critics that know the step end at the horizon; a log that was cut off earlier is learned as one that goes on."""
+    method, batch = make(time_critics=time_critics, batch_size=64)
+    draw = torch.full((len(batch.rewards),), 9.0).double()
+    going_on = batch._replace(timeouts=torch.zeros_like(batch.timeouts))
+    assert batch.timeouts.sum() > 0
+    for horizon, cut in ((method.spec.horizon, False), (method.spec.horizon + 1, True)):
+        method.spec = replace(method.spec, horizon=horizon)
+        same = torch.equal(method.critic_loss(batch, draw)[0], method.critic_loss(going_on, draw)[0])
+        assert same == (cut or not time_critics)
+
+
 @pytest.mark.parametrize("penalty", [0.05, 0.4])
 def test_an_action_that_does_not_fit_is_worth_less_than_its_state(penalty: float) -> None:
     """With critics at 0, the value of reward at 1.3 and that of cost at 0: the loss is the mean squared target."""

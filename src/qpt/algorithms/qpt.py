@@ -195,7 +195,9 @@ class QPT(nn.Module):
         rewards, costs, budgets = batch.rewards * self.reward_scale, batch.costs * self.cost_scale, batch.cost_to_go
         if c.budget_critics:  # before each step of the window
             budgets = budget_draw[:, None] - (batch.costs.cumsum(1) - batch.costs)
-        ended = batch.terminals.bool() | batch.timeouts.bool() if c.time_critics else batch.terminals
+        ended = batch.terminals
+        if c.time_critics:  # the horizon is seen coming; an episode whose log was cut off earlier went on
+            ended = torch.maximum(ended, batch.timeouts * (batch.steps >= self.spec.horizon - 1))
         seen, unaware = self.features(batch.observations, budgets, batch.steps)  # [B, K, F]
         logged = with_actions((seen, unaware), batch.actions)
         if c.bootstrap == "expectile":  # of reward and of cost: [2, B, K]

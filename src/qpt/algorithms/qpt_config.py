@@ -79,7 +79,8 @@ class QPTConfig:
     """With budget critics: an action whose least cost does not fit the budget is learned to be worth the state's value
     less this share of the mean return-to-go; None leaves such actions out, and what they are worth to chance."""
     time_critics: bool = True
-    """Critics know the step, and a timeout ends the episode for them: values of the episode, not of an endless task."""
+    """Critics know the step, and the horizon's timeout ends the episode for them: values of the episode, not of an
+    endless task. A log that was cut off before the horizon would have gone on."""
     cost_reduction: Reduction = "mean"
     """Over the twin cost critics, in targets and in the test (paper: min)."""
     reward_scale: float | None = None
