@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -600,15 +601,16 @@ def test_without_clipping_a_step_is_taken_all_the_same() -> None:
 def test_return_targets_from_the_data_or_as_published() -> None:
     method, _ = make()
     own = method.spec.suggest_return(10.0)
-    for targets, task, expected in (
-        ("data", "BallCircle", own),
-        ("published", "BallCircle", 700.0),
-        ("published", None, own),
+    for targets, task, pairs, expected in (
+        ("data", "BallCircle", ((3.0, 10.0),), own),
+        ("published", "BallCircle", None, 700.0),  # a checkpoint of a version that did not store them
+        ("published", "a task of one's own", ((9.0, 20.0), (3.0, 0.0)), 6.0),
+        ("published", "a task of one's own", (), own),
+        ("published", None, (), own),
     ):
-        method.config, method.spec = (
-            replace(method.config, targets=targets, frugality=None),
-            replace(method.spec, task=task),
-        )
+        method.config = replace(method.config, targets=targets, frugality=None)
+        method.spec = replace(method.spec, task=task, published=pairs)
+        method.spec = Spec.from_json(json.loads(json.dumps(method.spec.to_json())))
         assert method.suggest_return(10.0) == expected
     assert QPTConfig.preset("paper").targets == "published"
 

@@ -25,6 +25,8 @@ Floats = npt.NDArray[np.float64]
 SAMPLES = 4000  # of a bootstrap
 ROWS = {  # row of a table: name, colour, marker. Colours that stay apart for colour-blind readers, warm ones for QPT.
     "qpt": ("QPT", "#cc3311", "*"),
+    "qpt-fresh": ("QPT, new seeds", "#ff5544", "*"),
+    "qpt-fresh/single": ("QPT, new seeds, one candidate", "#ffaa77", "P"),
     "qpt/critics": ("QPT, chosen by Q^r", "#991100", "*"),
     "qpt/single": ("QPT, one candidate", "#ee7733", "P"),
     "qpt/narrow": ("QPT, 5 %, by Q^r", "#ddaa33", "X"),
@@ -38,6 +40,7 @@ ROWS = {  # row of a table: name, colour, marker. Colours that stay apart for co
     "qpt-paper-scale": ("paper preset, batch 2048", "#aa1155", "*"),
     "qpt-paper-scale/single": ("paper preset, batch 2048, one candidate", "#dd77aa", "P"),
     "transformer": ("conditional transformer", "#004488", "o"),
+    "transformer-fresh": ("conditional transformer, new seeds", "#2266aa", "o"),
     "transformer-scale": ("conditional transformer, batch 2048", "#6699cc", "o"),
     "cdt": ("CDT", "#33bbee", "s"),
     "caps": ("CAPS", "#009988", "D"),
@@ -48,11 +51,17 @@ ROWS = {  # row of a table: name, colour, marker. Colours that stay apart for co
     "bcq-lag": ("BCQ-Lag", "#882255", ">"),
     "coptidice": ("COptiDICE", "#7766bb", "d"),
     "bc-safe": ("BC-Safe", "#222222", "p"),
+    "bc-safe-fresh": ("BC-Safe, new seeds", "#444444", "p"),
     "bc-all": ("BC-All", "#777777", "h"),
     "random": ("random actions", "#bbbbbb", "x"),
 }
 IGNORE_THE_LIMIT = {"fisor", "bc-all", "random"}  # their episodes at one limit count for every other
-WHOLE = ("qpt", "qpt-scale", "qpt-paper-scale")  # the method whole, each with the limits of a sweep
+WHOLE = ("qpt", "qpt-fresh", "qpt-scale", "qpt-paper-scale")  # the method whole, each with the limits of a sweep
+BESIDE = {  # what a row of QPT is held against: the transformer and BC-Safe, of its own seeds and scale where there are
+    "qpt-fresh": ("transformer-fresh", "bc-safe-fresh"),
+    "qpt-scale": ("transformer-scale", "bc-safe"),
+    "qpt-paper-scale": ("transformer-scale", "bc-safe"),
+}
 
 
 @dataclass(frozen=True)
@@ -133,7 +142,7 @@ def cell(task: str, row: str, limit: float, seeds: Seeds) -> str:
         return "–"
     (reward, _, _), (cost, *interval) = summary(task, limit, seeds)
     text = f"{reward:.2f} @ {cost:.2f}{bracket(interval)}"
-    wanted = 5 if row.split("/")[0].removesuffix("-long") in ("qpt", "transformer") else 3
+    wanted = 5 if row.split("/")[0].removesuffix("-long").removesuffix("-fresh") in ("qpt", "transformer") else 3
     few = f" ({len(seeds)} seed{'s' * (len(seeds) > 1)})" if len(seeds) < wanted else ""
     return (f"**{text}**" if cost <= 1 else text) + few
 
@@ -152,6 +161,34 @@ def rows_of(table: Table, task: str) -> list[str]:
     """The task's rows in the order of ROWS, then those unknown; without the searches and sweeps."""
     there = [r for t, r in table if t == task and not r.startswith("eta-") and not r.endswith("/sweep")]
     return sorted(there, key=lambda r: list(ROWS).index(r) if r in ROWS else len(ROWS))
+
+
+# -- 0: QPT at every limit -----------------------------------------------------------------------------------------
+
+
+def limits_of_qpt(table: Table, tasks: list[str]) -> None:
+    print(
+        "## QPT at every limit\n\nMean return @ mean cost [95 % interval of the cost: bootstrap over training seeds "
+        "and episodes], last checkpoints, 20 episodes a seed; bold where the mean cost keeps the limit. *New seeds*: "
+        "5 to 9, and other episodes; all else has seeds 0 to 4. BC-Safe has a policy for every limit.\n"
+    )
+    columns = ("qpt", "qpt-fresh", "transformer", "transformer-fresh", "bc-safe-fresh")
+    rows = []
+    for task in tasks:
+        swept = {k for r in columns[:2] for source in (r, f"{r}/sweep") for k in table.get((task, source), {})}
+        for limit in sorted(swept):
+            rows.append([task, f"{limit:g}", *(plain(table, task, row, limit) for row in columns)])
+    markdown(["task", "limit", *(name(row) for row in columns)], rows)
+
+
+def plain(table: Table, task: str, row: str, limit: float) -> str:
+    """Return @ cost as they are."""
+    seeds = last(table, task, row, limit) or last(table, task, f"{row}/sweep", limit)
+    if not seeds:
+        return "–"
+    cost, *interval = summary(task, limit, seeds)[1] * limit
+    text = f"{np.mean([c.returns.mean() for c in seeds.values()]):.4g} @ {cost:.1f}{bracket(interval, '.1f')}"
+    return f"**{text}**" if cost <= limit else text
 
 
 # -- 1: every method -----------------------------------------------------------------------------------------------
@@ -196,7 +233,7 @@ def plane(table: Table, tasks: list[str], limits: list[float]) -> None:
     for limit, line in zip(limits, panels, strict=True):
         for task, axes in zip(tasks, line, strict=True):
             axes.axvspan(-0.1, 1, color="#e5f2e5", zorder=0)
-            for row in (r for r in reversed(rows_of(table, task)) if r in ROWS):
+            for row in (r for r in reversed(rows_of(table, task)) if r in ROWS and "-fresh" not in r):
                 if not (seeds := last(table, task, row, limit)):
                     continue
                 y, x = summary(task, limit, seeds)
@@ -252,13 +289,19 @@ def paired(table: Table, task: str, row: str, other: str) -> dict[str, Floats]:
     return found
 
 
+def beside(row: str) -> tuple[str, str]:
+    return BESIDE.get(row.split("/")[0], ("transformer", "bc-safe"))
+
+
 def comparisons(table: Table, tasks: list[str]) -> None:
     print(
         "## QPT beside the conditional transformer, seed by seed\n\nQPT minus transformer, last checkpoints, not "
         "normalised: mean over seeds [95 % bootstrap interval over seeds], bold where the interval leaves out 0. A row "
-        "with batch 2048 is held against the transformer with that batch and 100,000 steps. *At the same cost*: for "
+        "with batch 2048 is held against the transformer with that batch and 100,000 steps, one of new seeds against "
+        "that of the same seeds. *At the same cost*: for "
         "each seed the transformer's return is read off the line through its own (cost, return) points of all limits, "
-        "at QPT's realised cost; outside of its costs its nearest end counts (*clipped*: the share of readings). "
+        "at QPT's realised cost; outside of its costs its nearest end counts (*clipped*: the share of readings; where "
+        "that is all of them, nothing is said). "
         "*All*: each seed's mean over the limits above it; where none stands there, over 10, 20 and 40. The intervals "
         "are not corrected for number; "
         "by chance alone, one of 5 seeds leaves out 0 at least once in 16 times, one of 3 seeds once in 4.\n"
@@ -266,20 +309,21 @@ def comparisons(table: Table, tasks: list[str]) -> None:
     rows = []
     ours = [r for r in ROWS if r.startswith("qpt") and not r.startswith("qpt-long")]  # those had fewer episodes
     for task, row in ((t, r) for t in tasks for r in ours if (t, r) in table):
-        other = "transformer-scale" if "-scale" in row else "transformer"
-        for limit, values in paired(table, task, row, other).items():
+        for limit, values in paired(table, task, row, beside(row)[0]).items():
             if row not in WHOLE and limit != "all":
                 continue
             reward, cost, same = map(difference, values[:, :3].T)
             sign = "higher" if values[:, 2].mean() > 0 else "lower"
             says = "too few seeds" if "[" not in same else f"yes: {sign}" if "**" in same else "no"
             share = f"{values[:, 3].mean():.0%}"
+            if values[:, 3].all():  # the transformer was nowhere as cheap: there is nothing to hold it against
+                same, says = "–", "no such cost"
             rows.append([task, name(row), limit, reward, cost, same, says, str(len(values)), share])
     head = ["task", "QPT", "limit", "return", "cost", "return at the same cost", "excludes 0", "seeds", "clipped"]
     markdown(head, rows)
     print("QPT minus BC-Safe, the returns as they are (at different costs), paired by seed:\n")
     both = ((t, r) for t in tasks for r in WHOLE if (t, r) in table)
-    safe = [(t, r, k, v) for t, r in both for k, v in paired(table, t, r, "bc-safe").items() if k != "all"]
+    safe = [(t, r, k, v) for t, r in both for k, v in paired(table, t, r, beside(r)[1]).items() if k != "all"]
     rows = [[t, name(r), k, difference(v[:, 0]), difference(v[:, 1]), str(len(v))] for t, r, k, v in safe]
     markdown(["task", "QPT", "limit", "return", "cost", "seeds"], rows)
 
@@ -401,6 +445,12 @@ def main() -> None:
     tasks = sorted({task for task, _ in table})
     if empty:
         print(f"{empty} evaluations have no episodes and are left out.\n")
+    print(
+        "# The comparison in tables\n\nEvery table and picture behind the [comparison](comparison.md), made by "
+        "`python docs/results/methods.py docs/results/methods.json --data DIR > docs/comparison-tables.md`, DIR being "
+        "the folder of the data sets. How the runs were made stands [there](comparison.md#how-the-runs-were-made).\n"
+    )
+    limits_of_qpt(table, tasks)
     methods(table, tasks, options.limits)
     plane(table, tasks, options.limits)
     comparisons(table, tasks)

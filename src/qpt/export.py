@@ -27,7 +27,6 @@ from qpt.errors import QptError, require
 from qpt.modelcard import find_evidence, model_card
 from qpt.policy import Policy, load_policy
 from qpt.runtime import FORMAT, OnnxPolicy, noise, suggest_returns
-from qpt.tasks import get_task
 from qpt.writing import check_folder
 
 EXPORTABLE = ("qpt", "cdt", "bc-safe", "caps", "cpq", "coptidice")  # the others draw noise as they act
@@ -297,10 +296,9 @@ def _return_targets(policy: Policy) -> dict[str, Any] | None:
     own = getattr(policy.method, "suggest_return", spec.suggest_return)
     most = 10 * max(spec.cost_max, 1.0)
     asked = np.concatenate([np.random.default_rng(0).uniform(0, most, 200), spec.frontier_costs])
-    pairs = get_task(spec.task).targets if spec.task else ()
     forms = [  # from the data they change where a logged episode comes within the limit, or within half of it
         ("previous", sorted({times * cost for cost in spec.frontier_costs for times in (1, 2)})),
-        ("linear", sorted({cost for _, cost in pairs})),
+        ("linear", sorted({cost for _, cost in spec.published_pairs})),
         ("linear", np.linspace(0, most, 1001).tolist()),
     ]
     try:

@@ -45,6 +45,7 @@ class Spec:
     augmentation: Augmentation = field(default_factory=Augmentation)
     task: str | None = None
     surrogate: bool = False
+    published: tuple[Sequence[float], ...] | None = None  # the task's (return, cost) pairs; None: of an older version
 
     @classmethod
     def from_data(cls, data: Trajectories, horizon: int | None = None, task: Task | None = None) -> Spec:
@@ -72,6 +73,7 @@ class Spec:
             augmentation=task.augmentation if task else Augmentation(),
             task=task.name if task else None,
             surrogate=data.is_surrogate,
+            published=task.targets if task else (),
         )
 
     @classmethod
@@ -95,11 +97,16 @@ class Spec:
 
     def published_return(self, cost_limit: float) -> float | None:
         """The return of the task's published (return, cost) pairs, interpolated; beyond them, that of the nearest."""
-        pairs = sorted(get_task(self.task).targets, key=lambda pair: pair[1]) if self.task else []
-        if not pairs:
+        if not self.published_pairs:
             return None
-        returns, costs = zip(*pairs, strict=True)
+        returns, costs = zip(*self.published_pairs, strict=True)
         return float(np.interp(cost_limit, costs, returns))
+
+    @property
+    def published_pairs(self) -> list[Sequence[float]]:
+        """The task's published (return, cost) pairs, by rising cost."""
+        known = get_task(self.task).targets if self.published is None and self.task else self.published
+        return sorted(known or (), key=lambda pair: pair[1])
 
 
 class Context(NamedTuple):

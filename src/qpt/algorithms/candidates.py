@@ -204,7 +204,7 @@ def propose(method: QPT, context: Context, count: int) -> Tensor:
         hidden = torch.unflatten(hidden[:, 0, 0], 0, (-1, count))  # [n, m, D]
     actions = method.squash(method.head(hidden))
     if c.action_noise and count > 1:
-        noise = torch.unflatten(draw(method, context, count, ACT), 1, (count, -1)).clone()
+        noise = torch.unflatten(draw(method, context, count, ACT), 1, (count, -1))
         noise[:, 0] = 0
         actions = actions + c.action_noise * noise
     return actions.clamp(-1, 1)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from qpt.data.trajectories import Trajectories
+from qpt.data.trajectories import Trajectories, pareto
 from qpt.errors import QptError
 from qpt.tasks import Augmentation, Task
 
@@ -153,20 +153,12 @@ def _paper(
     target_cost = rng.uniform(costs.min(), costs.max(), wanted)
     above = rng.uniform(size=wanted)
     # The best episode with C <= κ is the last of the Pareto set with C <= κ; its return is RF(κ).
-    pareto = _pareto(returns, costs)
-    base = pareto[np.searchsorted(costs[pareto], target_cost, side="right") - 1]
+    best = pareto(returns, costs)
+    base = best[np.searchsorted(costs[best], target_cost, side="right") - 1]
     room = max_reward - returns[base]
     target_return = returns[base] + above * room
     keep = room > 0
     return base[keep], target_cost[keep], target_return[keep], wanted
-
-
-def _pareto(returns: Floats, costs: Floats) -> Index:
-    """Episodes that no other beats in both return and cost, by rising cost."""
-    order = np.lexsort((-returns, costs))
-    ordered = returns[order]
-    before = np.concatenate([[-np.inf], np.maximum.accumulate(ordered)[:-1]])
-    return order[ordered > before].astype(np.int64)
 
 
 # -- OSRL's rule -------------------------------------------------------------------------------------------------------
@@ -193,9 +185,9 @@ def _fit_frontier(
     returns: Floats, costs: Floats, degree: int | None, max_reward: float, min_reward: float
 ) -> tuple[Polynomial, list[str]]:
     """A polynomial through the Pareto set; its degree is bounded by the points there are."""
-    pareto = _pareto(returns, costs)
-    x, y = costs[pareto], returns[pareto]
-    most = len(pareto) - 1
+    best = pareto(returns, costs)
+    x, y = costs[best], returns[best]
+    most = len(best) - 1
     grid = np.linspace(costs.min(), costs.max(), 200)
     if degree is not None:
         fit = _polynomial(x, y, min(degree, most))

@@ -277,10 +277,7 @@ class Trajectories:
 
     def pareto_episodes(self) -> Index:
         """Episodes that no other beats in both return and cost, by rising cost."""
-        order = np.lexsort((-self.returns, self.episode_costs))
-        ordered = self.returns[order]
-        before = np.concatenate([[-np.inf], np.maximum.accumulate(ordered)[:-1]])
-        return order[ordered > before].astype(np.int64)
+        return pareto(self.returns, self.episode_costs)
 
     # -- facts ---------------------------------------------------------------------------------------------------------
 
@@ -328,6 +325,14 @@ class Trajectories:
         ):
             digest.update(np.ascontiguousarray(getattr(self, name)).view(np.uint8).data)
         return digest.hexdigest()[:32]
+
+
+def pareto(returns: npt.NDArray[Any], costs: npt.NDArray[Any]) -> Index:
+    """Episodes that no other beats in both return and cost, by rising cost."""
+    order = np.lexsort((-returns, costs))
+    ordered = returns[order]
+    before = np.concatenate([[-np.inf], np.maximum.accumulate(ordered)[:-1]])
+    return order[ordered > before].astype(np.int64)
 
 
 def _spread(values: npt.NDArray[Any]) -> dict[str, float]:
