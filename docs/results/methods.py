@@ -170,21 +170,26 @@ def limits_of_qpt(table: Table, tasks: list[str]) -> None:
     print(
         "## QPT at every limit\n\nMean return @ mean cost [95 % interval of the cost: bootstrap over training seeds "
         "and episodes], last checkpoints, 20 episodes a seed; bold where the mean cost keeps the limit. *New seeds*: "
-        "5 to 9, and other episodes; all else has seeds 0 to 4. BC-Safe has a policy for every limit.\n"
+        "5 to 9, and other episodes; all else has seeds 0 to 4. *Best*: each seed's better one of the half-way and the "
+        "last checkpoint, chosen on these very episodes. BC-Safe has a policy for every limit.\n"
     )
     columns = ("qpt", "qpt-fresh", "transformer", "transformer-fresh", "bc-safe-fresh")
     rows = []
     for task in tasks:
         swept = {k for r in columns[:2] for source in (r, f"{r}/sweep") for k in table.get((task, source), {})}
         for limit in sorted(swept):
-            rows.append([task, f"{limit:g}", *(plain(table, task, row, limit) for row in columns)])
-    markdown(["task", "limit", *(name(row) for row in columns)], rows)
+            cells = [plain(table, task, row, limit) for row in columns]
+            cells.insert(2, plain(table, task, "qpt-fresh", limit, best=True))
+            rows.append([task, f"{limit:g}", *cells])
+    names = [name(row) for row in columns]
+    markdown(["task", "limit", *names[:2], "the same, best", *names[2:]], rows)
 
 
-def plain(table: Table, task: str, row: str, limit: float) -> str:
+def plain(table: Table, task: str, row: str, limit: float, best: bool = False) -> str:
     """Return @ cost as they are."""
-    seeds = last(table, task, row, limit) or last(table, task, f"{row}/sweep", limit)
-    if not seeds:
+    seeds = last(table, task, row, limit, best) or last(table, task, f"{row}/sweep", limit, best)
+    several = any(len(checks) > 1 for checks in table.get((task, row), {}).get(limit, {}).values())
+    if not seeds or (best and not several):
         return "–"
     cost, *interval = summary(task, limit, seeds)[1] * limit
     text = f"{np.mean([c.returns.mean() for c in seeds.values()]):.4g} @ {cost:.1f}{bracket(interval, '.1f')}"
