@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -11,11 +13,13 @@ import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
 import qpt
@@ -311,6 +315,20 @@ def test_logs_leave_out_a_cut_line_and_take_new_columns(tmp_path: Path) -> None:
     logs.append_csv(table, {"step": 2, "a": 6})
     logs.append_csv(table, {"step": 3, "b": 7})
     assert table.read_text().split() == ["step,a,b", "1,5,", "2,6,", "3,,7"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_progress_shows_everything_on_a_narrow_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr("rich._console", Console(width=width, file=screen))
+    monkeypatch.setattr(logs, "time", SimpleNamespace(perf_counter=iter([0.0, 60.0]).__next__))
+    losses = {f"critic/{name}_loss": 0.1234 for name in ("reward", "cost", "value")} | {"policy/imitation": 0.5}
+    with logs.progress(True, "bcq-lag, 5 seeds", 0, 500_000) as show:
+        show(250_000, {**losses, "policy/entropy": 3.0})
+    bar, *below = [line for line in screen.getvalue().splitlines() if line.strip()]
+    assert re.search(r"bcq-lag, 5 seeds .*━━ +250000/500000 4166.7 steps/s -:--:--", bar)
+    assert "reward_loss 0.123 cost_loss 0.123 value_loss 0.123 imitation 0.5" in " ".join(x.strip() for x in below)
+    assert "entropy" not in screen.getvalue()
 
 
 def row(step: int, *parts: tuple[float, float]) -> dict[str, Any]:
