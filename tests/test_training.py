@@ -223,6 +223,41 @@ def test_divergence_stops_with_step_metric_and_checkpoint(tmp_path: Path, monkey
         assert torch.isfinite(tensor.float()).all()
 
 
+def test_what_has_diverged_is_not_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However rarely a row is logged: an evaluation would end with an error of its own."""
+    update, evaluated = QPT.update, []
+
+    def diverging(self: QPT, batch: Any) -> dict[str, torch.Tensor]:
+        metrics = update(self, batch)
+        return metrics | {"loss": torch.tensor(float("inf"))} if int(self.step) >= 7 else metrics
+
+    monkeypatch.setattr(QPT, "update", diverging)
+    monkeypatch.setattr("qpt.session.Session._evaluate", lambda self, _: evaluated.append(self.step))
+    rarely = config(tmp_path / "run", task="BallCircle", eval_every=3, log_every=30, checkpoint_every=5)
+    with pytest.raises(QptError, match=r"loss is inf at step 9; the last good checkpoint is .*step-000000005"):
+        train(rarely, tiny_data())
+    assert evaluated == [3, 6]
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e30])
+def test_a_step_that_ruins_the_weights_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    """Its own metrics are those of the weights before."""
+    update = QPT.update
+
+    def ruining(self: QPT, batch: Any) -> dict[str, torch.Tensor]:
+        metrics = update(self, batch)
+        if int(self.step) == 10:
+            next(self.parameters()).data.view(-1)[-1] = value
+        return metrics
+
+    monkeypatch.setattr(QPT, "update", ruining)
+    with pytest.raises(QptError, match=r"the largest weight is (nan|1e\+30) at step 10; the last .*step-000000005"):
+        train(config(tmp_path / "run"), tiny_data())
+    assert [p.name for p in checkpoint.checkpoints(tmp_path / "run")] == ["step-000000005"]
+
+
 def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = tiny_data()
     run = train(config(tmp_path / "run", config=replace(TINY, steps=5)), data).folder

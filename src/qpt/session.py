@@ -27,7 +27,8 @@ from qpt.tasks import Task
 from qpt.turns import Turn
 from qpt.writing import check_folder, write_json
 
-DIVERGED = 1e8  # a loss of this size never comes back
+DIVERGED = 1e8  # a loss or a weight of this size never comes back
+LOGS = ("metrics.jsonl", "metrics.csv", "evaluations.jsonl")
 
 
 @dataclass(frozen=True)
@@ -221,13 +222,14 @@ class Session:
         for _ in range(min(most, self.steps - self.step)):
             self._last = self._one_step()
             self.step += 1
-            if self._due(c.log_every) or self._due(c.checkpoint_every):
+            evaluates, saves = c.eval_every > 0 and self._due(c.eval_every), self._due(c.checkpoint_every)
+            if evaluates or saves or self._due(c.log_every):  # what has diverged is neither evaluated nor saved
                 self._log((self.step - self._first) / (time.perf_counter() - self._began))
-            if c.eval_every and self._due(c.eval_every):
+            if evaluates:
                 generators = self._generators()
                 if self.leads:
                     self._evaluate(generators)
-            if self._due(c.checkpoint_every):
+            if saves:
                 self._save()
             if stopped():
                 break
@@ -251,11 +253,11 @@ class Session:
         return metrics
 
     def _log(self, rate: float) -> None:
-        names = list(self._last)
-        stacked = torch.stack([self._last[n].detach().float().reshape(()) for n in names])
+        seen = self._last | _largest_weight(self.algorithm)
+        stacked = torch.stack([value.detach().float().reshape(()) for value in seen.values()])
         values = parallel.mean(stacked).tolist()  # the one wait for the device
-        self.metrics = dict(zip(names, values, strict=True))
-        for name, value in self.metrics.items():
+        self.metrics = dict(zip(self._last, values, strict=False))
+        for name, value in zip(seen, values, strict=True):
             if not math.isfinite(value) or abs(value) > DIVERGED:
                 good = checkpoint.checkpoints(self.config.out)
                 where = f"the last good checkpoint is {good[-1]}" if good else "there is no checkpoint yet"
@@ -377,6 +379,13 @@ def best_evaluation(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 # -- little tools ------------------------------------------------------------------------------------------------------
+
+
+def _largest_weight(algorithm: Algorithm) -> dict[str, Tensor]:
+    """Of those that are learned, NaN if one is: a step's metrics belong to the weights before it, not to its result."""
+    groups = [group for optimizer in algorithm.optimizers.values() for group in optimizer.param_groups]
+    weights = [weight.detach() for group in groups for weight in group["params"] if weight.numel()]
+    return {"the largest weight": torch.stack(torch._foreach_norm(weights, math.inf)).max()} if weights else {}
 
 
 def _share(config: Any) -> Any:
