@@ -187,7 +187,8 @@ def test_damaged_and_foreign_checkpoints_get_a_sentence(tmp_path: Path) -> None:
             ),
             "format 99",
         ),
-        ("lacking", lambda p: (p / checkpoint.MANIFEST).write_text('{"format": 1}'), "lacks entries"),
+        ("bare", lambda p: (p / checkpoint.MANIFEST).write_text("{}"), "has no format"),
+        ("lacking", lambda p: (p / checkpoint.MANIFEST).write_text('{"format": 1}'), "no usable algorithm, config"),
     ):
         copy = broken(name, change)
         with pytest.raises(QptError, match=message):
@@ -204,6 +205,58 @@ def test_damaged_and_foreign_checkpoints_get_a_sentence(tmp_path: Path) -> None:
         train(config(tmp_path / "empty", resume=True), data)
     with pytest.raises(QptError, match="neither a checkpoint"):
         qpt.load_policy(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("data", None, "does not fit .* it has no 'data'"),
+        ("step", None, "does not fit .* it has no 'step'"),
+        ("seed", None, "does not fit .* it has no 'seed'"),
+        ("spec.horizon", None, "does not fit .* it has no 'horizon'"),
+        ("data.fingerprint", None, "does not fit .* it has no 'fingerprint'"),
+        ("sha256", "1234", "no usable sha256"),
+        ("spec", [20], "no usable spec"),
+        ("config", 7, "no usable config"),
+        ("step", "five", "no usable step"),
+        ("data", ["x"], "no usable data"),
+        ("processes", "two", "no usable processes"),
+        ("step", 3, None),  # nothing tells this but the checksum
+    ],
+)
+def test_a_changed_manifest_gets_a_sentence(tmp_path: Path, place: str, value: Any, message: str | None) -> None:
+    """With the manifest's own checksum, and where there is none, as in checkpoints of earlier versions."""
+    data, further = tiny_data(), config(tmp_path / "run", config=replace(TINY, steps=6), resume=True)
+    train(replace(further, config=replace(TINY, steps=5), resume=False), data)
+    file = checkpoint.resolve(tmp_path / "run") / checkpoint.MANIFEST
+    manifest = json.loads(file.read_text())
+    *above, name = place.split(".")
+    inner = manifest[above[0]] if above else manifest
+    if value is None:
+        del inner[name]
+    else:
+        inner[name] = value
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(QptError, match=r"is damaged: manifest.json does not match its checksum; use an earlier one"):
+        train(further, data)
+    if message:
+        del manifest["checksum"]
+        file.write_text(json.dumps(manifest))
+        with pytest.raises(QptError, match=rf"{message}.*; use an earlier one"):
+            train(further, data)
+
+
+def test_a_manifest_without_a_checksum_or_laid_out_anew_is_as_good(tmp_path: Path) -> None:
+    data, out = tiny_data(), tmp_path / "run"
+    train(config(out, config=replace(TINY, steps=5)), data)
+    for steps in (6, 7):
+        file = checkpoint.resolve(out) / checkpoint.MANIFEST
+        manifest = json.loads(file.read_text())
+        if steps == 7:
+            del manifest["checksum"]
+        file.write_text(json.dumps(manifest, indent=4))
+        assert qpt.load_policy(out).checkpoint
+        assert train(config(out, config=replace(TINY, steps=steps), resume=True), data).step == steps
 
 
 def test_divergence_stops_with_step_metric_and_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,9 @@ class Session:
         out = self.config.out
         found = checkpoint.checkpoints(out) if out.exists() else []
         if self.config.resume and found:
-            self._resume(found[-1])
+            with checkpoint.fitting(found[-1]):
+                self._resume(found[-1])
+            self._take_up_files()
         elif self.leads:
             begun = (out / "run.json").exists()  # killed before its first checkpoint: begin again
             if self.config.resume and not begun:
@@ -163,8 +165,18 @@ class Session:
         out = self.config.out
         check_folder(out)
         write_json(out / "run.json", self._facts())
-        for name in ("metrics.jsonl", "metrics.csv", "evaluations.jsonl"):
+        for name in LOGS:
             (out / name).unlink(missing_ok=True)
+
+    def _take_up_files(self) -> None:
+        """Leave out of the logs what a killed run wrote after its last checkpoint: it comes again."""
+        out = self.config.out
+        self.evaluations = [row for row in logs.rows(out / "evaluations.jsonl") if row["step"] <= self.step]
+        if self.leads:
+            logs.rewrite(out / "evaluations.jsonl", self.evaluations)
+            kept = [row for row in logs.rows(out / "metrics.jsonl") if row["step"] <= self.step]
+            logs.rewrite(out / "metrics.jsonl", kept)
+            logs.rewrite_csv(out / "metrics.csv", kept)
 
     def _resume(self, folder: Path) -> None:
         manifest = checkpoint.read_manifest(folder)
@@ -187,7 +199,7 @@ class Session:
                 f"the run in {self.config.out} began with {f'--task {task}' if task else 'no --task'} and a horizon of "
                 f"{horizon}; resume with the same, or start a new run"
             )
-        began_with = int(manifest.get("processes", 1))
+        began_with = manifest.get("processes", 1)
         if began_with != parallel.processes():
             how = f"torchrun --nproc-per-node {began_with} -m qpt train" if began_with > 1 else "qpt train"
             raise QptError(
@@ -201,14 +213,7 @@ class Session:
         torch.set_rng_state(generators[f"generator/torch{mine}"].cpu())
         if f"generator/cuda{mine}" in generators and self.device.type == "cuda":
             torch.cuda.set_rng_state(generators[f"generator/cuda{mine}"].cpu(), self.device)
-        self.step = int(manifest["step"])
-        out = self.config.out
-        self.evaluations = [row for row in logs.rows(out / "evaluations.jsonl") if row["step"] <= self.step]
-        if self.leads:
-            logs.rewrite(out / "evaluations.jsonl", self.evaluations)
-            kept = [row for row in logs.rows(out / "metrics.jsonl") if row["step"] <= self.step]
-            logs.rewrite(out / "metrics.jsonl", kept)
-            logs.rewrite_csv(out / "metrics.csv", kept)
+        self.step = manifest["step"]
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
