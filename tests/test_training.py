@@ -52,6 +52,11 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(checkpoint.resolve(run) / checkpoint.MODEL)
 
 
+def hidden(run: Path) -> list[str]:
+    """What is written under another name until it is whole."""
+    return [path.name for path in run.rglob(".*")]
+
+
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
@@ -118,7 +123,7 @@ def test_killed_runs_end_with_the_same_bits(tmp_path: Path) -> None:
     train(config(tmp_path / "whole"), tiny_data())
     assert kill_until_done(tmp_path / "killed", [0.0, 0.01]) >= 1
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
-    assert not list((tmp_path / "killed" / "checkpoints").glob(".*.tmp"))
+    assert not hidden(tmp_path / "killed")
 
 
 @pytest.mark.slow
@@ -138,8 +143,30 @@ def test_a_kill_while_writing_keeps_the_old_checkpoint(tmp_path: Path, moment: s
     train(config(tmp_path / "whole"), data)
     killed_while_training(moment, 5, config(tmp_path / "cut"))
     assert len(checkpoint.checkpoints(tmp_path / "cut")) >= 1
+    assert hidden(tmp_path / "cut")
     train(config(tmp_path / "cut", resume=True), data)
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+    assert not hidden(tmp_path / "cut")
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_what_kills_left_behind_is_deleted_when_a_run_is_taken_up(tmp_path: Path, begun: bool) -> None:
+    """Also where it was killed before its first checkpoint; what others keep there stays."""
+    out, data = tmp_path / "run", tiny_data()
+    train(config(out, config=replace(TINY, steps=5)), data)
+    if not begun:
+        shutil.rmtree(out / "checkpoints")
+    for name in (".step-000000010.4711", ".best-000000005.4711", ".best-000000005.old"):
+        (out / "checkpoints" / name).mkdir(parents=True)
+        (out / "checkpoints" / name / checkpoint.MODEL).write_bytes(b"half")
+    for name in (".metrics.jsonl.0a1b2c3d.tmp", ".run.json.0a1b2c3d.tmp", ".episodes.csv.0a1b2c3d.tmp", ".notes"):
+        (out / name).write_text("half")
+    before = hidden(out)
+    with pytest.raises(QptError, match="already holds a run"):
+        train(config(out), data)
+    assert hidden(out) == before
+    train(config(out, resume=True), data)
+    assert sorted(hidden(out)) == [".episodes.csv.0a1b2c3d.tmp", ".notes"]
 
 
 def test_an_interrupt_saves_and_stops(tmp_path: Path) -> None:
@@ -324,7 +351,7 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path: Path, monkeypatch: p
         train(config(run, config=replace(TINY, steps=10), resume=True), data)
     monkeypatch.undo()
     assert same(before, weights(run))
-    assert not [p for p in (run / "checkpoints").iterdir() if p.name.startswith(".")]
+    assert not hidden(run)
 
 
 @pytest.mark.parametrize(

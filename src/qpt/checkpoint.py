@@ -210,6 +210,13 @@ def rotate(run: Path, keep: int) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def sweep(run: Path) -> None:
+    """Delete the checkpoints that a kill left half-written; for the one process that writes into this run."""
+    for kind in ("step", "best"):
+        for left in (run / "checkpoints").glob(f".{kind}-*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
 def _optimizer_tensors(algorithm: Algorithm) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, optimizer in algorithm.optimizers.items():

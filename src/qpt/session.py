@@ -156,6 +156,8 @@ class Session:
             if not self.config.resume and (found or begun):
                 raise QptError(f"{out} already holds a run; add --resume to continue it, or choose another --out")
             self._start_files()
+        if self.config.resume and self.leads:
+            self._sweep()
         parallel.agree(self.algorithm.state_dict().values())
         self.algorithm.train()
         self._began, self._first = time.perf_counter(), self.step
@@ -177,6 +179,13 @@ class Session:
             kept = [row for row in logs.rows(out / "metrics.jsonl") if row["step"] <= self.step]
             logs.rewrite(out / "metrics.jsonl", kept)
             logs.rewrite_csv(out / "metrics.csv", kept)
+
+    def _sweep(self) -> None:
+        """Delete what a kill left half-written. Nobody else writes these files of a run that is taken up."""
+        checkpoint.sweep(self.config.out)
+        for name in ("run.json", *LOGS):
+            for left in self.config.out.glob(f".{name}.*.tmp"):
+                left.unlink(missing_ok=True)
 
     def _resume(self, folder: Path) -> None:
         manifest = checkpoint.read_manifest(folder)
