@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qpt import checkpoint, logs, parallel
+from qpt import checkpoint, logs, parallel, trackers
 from qpt.algorithms.base import Algorithm, Spec, algorithm_classes
 from qpt.data.sampling import Sampler
 from qpt.data.trajectories import Trajectories
@@ -167,7 +167,7 @@ class Session:
         out = self.config.out
         check_folder(out)
         write_json(out / "run.json", self._facts())
-        for name in LOGS:
+        for name in (*LOGS, trackers.ID):
             (out / name).unlink(missing_ok=True)
 
     def _take_up_files(self) -> None:
@@ -183,7 +183,7 @@ class Session:
     def _sweep(self) -> None:
         """Delete what a kill left half-written. Nobody else writes these files of a run that is taken up."""
         checkpoint.sweep(self.config.out)
-        for name in ("run.json", *LOGS):
+        for name in ("run.json", *LOGS, trackers.ID):
             for left in self.config.out.glob(f".{name}.*.tmp"):
                 left.unlink(missing_ok=True)
 
