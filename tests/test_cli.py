@@ -312,6 +312,7 @@ def test_train_help_shows_the_flags_of_the_chosen_method(capsys: pytest.CaptureF
     assert "--vae-width" not in ours
     assert "--vae-width" in theirs
     assert "--eta-cost" not in theirs
+    assert "default, paper or (of qpt) transformer" in re.sub(r"[\s│|]+", " ", ours)
     for help_text in (ours, theirs):  # the three that choose the others stand there once each
         for flag in ("--algorithm", "--preset", "--config"):
             assert len(re.findall(rf"^\W*{flag} ", help_text, re.MULTILINE)) == 1, flag

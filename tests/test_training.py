@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -11,11 +13,13 @@ import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
 import qpt
@@ -46,6 +50,11 @@ def config(out: Path, **changes: Any) -> TrainConfig:
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(checkpoint.resolve(run) / checkpoint.MODEL)
+
+
+def hidden(run: Path) -> list[str]:
+    """What is written under another name until it is whole."""
+    return [path.name for path in run.rglob(".*")]
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -114,7 +123,7 @@ def test_killed_runs_end_with_the_same_bits(tmp_path: Path) -> None:
     train(config(tmp_path / "whole"), tiny_data())
     assert kill_until_done(tmp_path / "killed", [0.0, 0.01]) >= 1
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
-    assert not list((tmp_path / "killed" / "checkpoints").glob(".*.tmp"))
+    assert not hidden(tmp_path / "killed")
 
 
 @pytest.mark.slow
@@ -134,8 +143,30 @@ def test_a_kill_while_writing_keeps_the_old_checkpoint(tmp_path: Path, moment: s
     train(config(tmp_path / "whole"), data)
     killed_while_training(moment, 5, config(tmp_path / "cut"))
     assert len(checkpoint.checkpoints(tmp_path / "cut")) >= 1
+    assert hidden(tmp_path / "cut")
     train(config(tmp_path / "cut", resume=True), data)
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+    assert not hidden(tmp_path / "cut")
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_what_kills_left_behind_is_deleted_when_a_run_is_taken_up(tmp_path: Path, begun: bool) -> None:
+    """Also where it was killed before its first checkpoint; what others keep there stays."""
+    out, data = tmp_path / "run", tiny_data()
+    train(config(out, config=replace(TINY, steps=5)), data)
+    if not begun:
+        shutil.rmtree(out / "checkpoints")
+    for name in (".step-000000010.4711", ".best-000000005.4711", ".best-000000005.old"):
+        (out / "checkpoints" / name).mkdir(parents=True)
+        (out / "checkpoints" / name / checkpoint.MODEL).write_bytes(b"half")
+    for name in (".metrics.jsonl.0a1b2c3d.tmp", ".run.json.0a1b2c3d.tmp", ".episodes.csv.0a1b2c3d.tmp", ".notes"):
+        (out / name).write_text("half")
+    before = hidden(out)
+    with pytest.raises(QptError, match="already holds a run"):
+        train(config(out), data)
+    assert hidden(out) == before
+    train(config(out, resume=True), data)
+    assert sorted(hidden(out)) == [".episodes.csv.0a1b2c3d.tmp", ".notes"]
 
 
 def test_an_interrupt_saves_and_stops(tmp_path: Path) -> None:
@@ -183,7 +214,8 @@ def test_damaged_and_foreign_checkpoints_get_a_sentence(tmp_path: Path) -> None:
             ),
             "format 99",
         ),
-        ("lacking", lambda p: (p / checkpoint.MANIFEST).write_text('{"format": 1}'), "lacks entries"),
+        ("bare", lambda p: (p / checkpoint.MANIFEST).write_text("{}"), "has no format"),
+        ("lacking", lambda p: (p / checkpoint.MANIFEST).write_text('{"format": 1}'), "no usable algorithm, config"),
     ):
         copy = broken(name, change)
         with pytest.raises(QptError, match=message):
@@ -200,6 +232,58 @@ def test_damaged_and_foreign_checkpoints_get_a_sentence(tmp_path: Path) -> None:
         train(config(tmp_path / "empty", resume=True), data)
     with pytest.raises(QptError, match="neither a checkpoint"):
         qpt.load_policy(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("data", None, "does not fit .* it has no 'data'"),
+        ("step", None, "does not fit .* it has no 'step'"),
+        ("seed", None, "does not fit .* it has no 'seed'"),
+        ("spec.horizon", None, "does not fit .* it has no 'horizon'"),
+        ("data.fingerprint", None, "does not fit .* it has no 'fingerprint'"),
+        ("sha256", "1234", "no usable sha256"),
+        ("spec", [20], "no usable spec"),
+        ("config", 7, "no usable config"),
+        ("step", "five", "no usable step"),
+        ("data", ["x"], "no usable data"),
+        ("processes", "two", "no usable processes"),
+        ("step", 3, None),  # nothing tells this but the checksum
+    ],
+)
+def test_a_changed_manifest_gets_a_sentence(tmp_path: Path, place: str, value: Any, message: str | None) -> None:
+    """With the manifest's own checksum, and where there is none, as in checkpoints of earlier versions."""
+    data, further = tiny_data(), config(tmp_path / "run", config=replace(TINY, steps=6), resume=True)
+    train(replace(further, config=replace(TINY, steps=5), resume=False), data)
+    file = checkpoint.resolve(tmp_path / "run") / checkpoint.MANIFEST
+    manifest = json.loads(file.read_text())
+    *above, name = place.split(".")
+    inner = manifest[above[0]] if above else manifest
+    if value is None:
+        del inner[name]
+    else:
+        inner[name] = value
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(QptError, match=r"is damaged: manifest.json does not match its checksum; use an earlier one"):
+        train(further, data)
+    if message:
+        del manifest["checksum"]
+        file.write_text(json.dumps(manifest))
+        with pytest.raises(QptError, match=rf"{message}.*; use an earlier one"):
+            train(further, data)
+
+
+def test_a_manifest_without_a_checksum_or_laid_out_anew_is_as_good(tmp_path: Path) -> None:
+    data, out = tiny_data(), tmp_path / "run"
+    train(config(out, config=replace(TINY, steps=5)), data)
+    for steps in (6, 7):
+        file = checkpoint.resolve(out) / checkpoint.MANIFEST
+        manifest = json.loads(file.read_text())
+        if steps == 7:
+            del manifest["checksum"]
+        file.write_text(json.dumps(manifest, indent=4))
+        assert qpt.load_policy(out).checkpoint
+        assert train(config(out, config=replace(TINY, steps=steps), resume=True), data).step == steps
 
 
 def test_divergence_stops_with_step_metric_and_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,6 +303,41 @@ def test_divergence_stops_with_step_metric_and_checkpoint(tmp_path: Path, monkey
         assert torch.isfinite(tensor.float()).all()
 
 
+def test_what_has_diverged_is_not_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However rarely a row is logged: an evaluation would end with an error of its own."""
+    update, evaluated = QPT.update, []
+
+    def diverging(self: QPT, batch: Any) -> dict[str, torch.Tensor]:
+        metrics = update(self, batch)
+        return metrics | {"loss": torch.tensor(float("inf"))} if int(self.step) >= 7 else metrics
+
+    monkeypatch.setattr(QPT, "update", diverging)
+    monkeypatch.setattr("qpt.session.Session._evaluate", lambda self, _: evaluated.append(self.step))
+    rarely = config(tmp_path / "run", task="BallCircle", eval_every=3, log_every=30, checkpoint_every=5)
+    with pytest.raises(QptError, match=r"loss is inf at step 9; the last good checkpoint is .*step-000000005"):
+        train(rarely, tiny_data())
+    assert evaluated == [3, 6]
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e30])
+def test_a_step_that_ruins_the_weights_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    """Its own metrics are those of the weights before."""
+    update = QPT.update
+
+    def ruining(self: QPT, batch: Any) -> dict[str, torch.Tensor]:
+        metrics = update(self, batch)
+        if int(self.step) == 10:
+            next(self.parameters()).data.view(-1)[-1] = value
+        return metrics
+
+    monkeypatch.setattr(QPT, "update", ruining)
+    with pytest.raises(QptError, match=r"the largest weight is (nan|1e\+30) at step 10; the last .*step-000000005"):
+        train(config(tmp_path / "run"), tiny_data())
+    assert [p.name for p in checkpoint.checkpoints(tmp_path / "run")] == ["step-000000005"]
+
+
 def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = tiny_data()
     run = train(config(tmp_path / "run", config=replace(TINY, steps=5)), data).folder
@@ -232,7 +351,7 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path: Path, monkeypatch: p
         train(config(run, config=replace(TINY, steps=10), resume=True), data)
     monkeypatch.undo()
     assert same(before, weights(run))
-    assert not [p for p in (run / "checkpoints").iterdir() if p.name.startswith(".")]
+    assert not hidden(run)
 
 
 @pytest.mark.parametrize(
@@ -311,6 +430,20 @@ def test_logs_leave_out_a_cut_line_and_take_new_columns(tmp_path: Path) -> None:
     logs.append_csv(table, {"step": 2, "a": 6})
     logs.append_csv(table, {"step": 3, "b": 7})
     assert table.read_text().split() == ["step,a,b", "1,5,", "2,6,", "3,,7"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_progress_shows_everything_on_a_narrow_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr("rich._console", Console(width=width, file=screen))
+    monkeypatch.setattr(logs, "time", SimpleNamespace(perf_counter=iter([0.0, 60.0]).__next__))
+    losses = {f"critic/{name}_loss": 0.1234 for name in ("reward", "cost", "value")} | {"policy/imitation": 0.5}
+    with logs.progress(True, "bcq-lag, 5 seeds", 0, 500_000) as show:
+        show(250_000, {**losses, "policy/entropy": 3.0})
+    bar, *below = [line for line in screen.getvalue().splitlines() if line.strip()]
+    assert re.search(r"bcq-lag, 5 seeds .*━━ +250000/500000 4166.7 steps/s -:--:--", bar)
+    assert "reward_loss 0.123 cost_loss 0.123 value_loss 0.123 imitation 0.5" in " ".join(x.strip() for x in below)
+    assert "entropy" not in screen.getvalue()
 
 
 def row(step: int, *parts: tuple[float, float]) -> dict[str, Any]:

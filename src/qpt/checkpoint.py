@@ -7,6 +7,8 @@ import json
 import os
 import platform
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from qpt.errors import QptError
 
 FORMAT = 1  # of the folder; raised when old ones can no longer be read
 MANIFEST, MODEL, TRAINING = "manifest.json", "model.safetensors", "training.safetensors"
+NEEDED = {"algorithm": str, "config": dict, "spec": dict, "sha256": dict}  # the entries of every manifest
+OF_A_RUN = {"step": int, "seed": int, "data": dict, "processes": int}  # those that a run adds to resume from
 
 
 def versions() -> dict[str, str]:
@@ -58,6 +62,7 @@ def write_checkpoint(
             "sha256": {file: _digest(staging / file) for file in (MODEL, TRAINING)},
             **facts,
         }
+        manifest["checksum"] = _checksum(manifest)
         (staging / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         for file in (MANIFEST, MODEL, TRAINING):
             _sync(staging / file)
@@ -88,14 +93,36 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise QptError(
             f"the checkpoint {folder} is damaged: {MANIFEST} is not valid JSON; use an earlier one"
         ) from error
-    if not isinstance(manifest, dict) or not {"format", "algorithm", "config", "spec", "sha256"} <= set(manifest):
-        raise QptError(f"the checkpoint {folder} is damaged: {MANIFEST} lacks entries; use an earlier one")
+    if not isinstance(manifest, dict) or "format" not in manifest:
+        raise QptError(f"the checkpoint {folder} is damaged: {MANIFEST} has no format; use an earlier one")
     if manifest["format"] != FORMAT:
         raise QptError(
             f"the checkpoint {folder} has format {manifest['format']}, this version of qpt reads {FORMAT}; "
             "use a matching version"
         )
+    if "checksum" in manifest and manifest["checksum"] != _checksum(manifest):  # those of earlier versions have none
+        raise QptError(
+            f"the checkpoint {folder} is damaged: {MANIFEST} does not match its checksum; use an earlier one"
+        )
+    expected = NEEDED | {name: kind for name, kind in OF_A_RUN.items() if name in manifest}
+    wrong = [name for name, kind in expected.items() if type(manifest.get(name)) is not kind]
+    if wrong:
+        raise QptError(
+            f"the checkpoint {folder} is damaged: {MANIFEST} has no usable {', '.join(wrong)}; use an earlier one"
+        )
     return manifest
+
+
+@contextmanager
+def fitting(folder: Path) -> Iterator[None]:
+    """What a checkpoint lacks, or has in a form that nothing here can take, gets a sentence."""
+    try:
+        yield
+    except (TypeError, KeyError, ValueError, RuntimeError, AttributeError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
+        raise QptError(
+            f"the checkpoint {folder} does not fit this version of qpt: {reason}; use an earlier one"
+        ) from error
 
 
 def checksums(policy: Any) -> dict[str, str]:
@@ -124,13 +151,9 @@ def load_algorithm(folder: Path, device: torch.device | str = "cpu") -> tuple[An
     """The algorithm of a checkpoint with its weights, and the manifest."""
     manifest = read_manifest(folder)
     cls, config_class = algorithm_classes(manifest["algorithm"])
-    try:
+    with fitting(folder):
         algorithm = cls(config_from(config_class, manifest["config"]), Spec.from_json(manifest["spec"]))
         algorithm.load_state_dict(read_tensors(folder, MODEL, manifest))
-    except (TypeError, KeyError, RuntimeError, AttributeError) as error:
-        raise QptError(
-            f"the checkpoint {folder} does not fit this version of qpt: {str(error).splitlines()[0]}"
-        ) from error
     try:
         return algorithm.to(device), manifest
     except (RuntimeError, AssertionError) as error:  # no such device, or no room on it
@@ -187,6 +210,13 @@ def rotate(run: Path, keep: int) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def sweep(run: Path) -> None:
+    """Delete the checkpoints that a kill left half-written; for the one process that writes into this run."""
+    for kind in ("step", "best"):
+        for left in (run / "checkpoints").glob(f".{kind}-*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
 def _optimizer_tensors(algorithm: Algorithm) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, optimizer in algorithm.optimizers.items():
@@ -198,6 +228,12 @@ def _optimizer_tensors(algorithm: Algorithm) -> dict[str, Tensor]:
 
 def _save(path: Path, tensors: dict[str, Tensor]) -> None:
     save_file({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, path)
+
+
+def _checksum(manifest: dict[str, Any]) -> str:
+    """Of all other entries, in their order, however the file is laid out."""
+    others = {name: value for name, value in manifest.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(others).encode()).hexdigest()
 
 
 def _digest(path: Path) -> str:

@@ -96,23 +96,28 @@ def progress(enabled: bool, name: str, first: int, total: int) -> Iterator[Calla
     if not enabled:
         yield lambda _step, _metrics: None
         return
+    from rich.console import Group
+    from rich.live import Live
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
 
-    columns = (
+    whole = Column(no_wrap=True)  # where a terminal is narrow, the bar alone gives way
+    bar = Progress(
+        TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        MofNCompleteColumn(table_column=whole),
         TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[losses]}"),
+        TimeRemainingColumn(table_column=whole),
     )
-    with Progress(TextColumn("{task.description}"), *columns) as bar:
-        task = bar.add_task(name, total=total, completed=first, rate="", losses="")
+    task = bar.add_task(name, total=total, completed=first, rate="")
+    with Live(bar) as screen:
         began = time.perf_counter()
 
         def show(step: int, metrics: dict[str, float]) -> None:
             rate = (step - first) / max(time.perf_counter() - began, 1e-9)
             shown = [k for k in metrics if "loss" in k or k.endswith("imitation")]
             losses = " ".join(f"{k.split('/')[-1]} {metrics[k]:.3g}" for k in shown)
-            bar.update(task, completed=step, rate=f"{rate:.1f} steps/s", losses=losses)
+            bar.update(task, completed=step, rate=f"{rate:.1f} steps/s")
+            screen.update(Group(bar, losses))  # below the bar: their length is the method's
 
         yield show

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qpt import checkpoint, logs, parallel
+from qpt import checkpoint, logs, parallel, trackers
 from qpt.algorithms.base import Algorithm, Spec, algorithm_classes
 from qpt.data.sampling import Sampler
 from qpt.data.trajectories import Trajectories
@@ -27,7 +27,8 @@ from qpt.tasks import Task
 from qpt.turns import Turn
 from qpt.writing import check_folder, write_json
 
-DIVERGED = 1e8  # a loss of this size never comes back
+DIVERGED = 1e8  # a loss or a weight of this size never comes back
+LOGS = ("metrics.jsonl", "metrics.csv", "evaluations.jsonl")
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,9 @@ class Session:
         out = self.config.out
         found = checkpoint.checkpoints(out) if out.exists() else []
         if self.config.resume and found:
-            self._resume(found[-1])
+            with checkpoint.fitting(found[-1]):
+                self._resume(found[-1])
+            self._take_up_files()
         elif self.leads:
             begun = (out / "run.json").exists()  # killed before its first checkpoint: begin again
             if self.config.resume and not begun:
@@ -153,6 +156,8 @@ class Session:
             if not self.config.resume and (found or begun):
                 raise QptError(f"{out} already holds a run; add --resume to continue it, or choose another --out")
             self._start_files()
+        if self.config.resume and self.leads:
+            self._sweep()
         parallel.agree(self.algorithm.state_dict().values())
         self.algorithm.train()
         self._began, self._first = time.perf_counter(), self.step
@@ -162,8 +167,25 @@ class Session:
         out = self.config.out
         check_folder(out)
         write_json(out / "run.json", self._facts())
-        for name in ("metrics.jsonl", "metrics.csv", "evaluations.jsonl"):
+        for name in (*LOGS, trackers.ID):
             (out / name).unlink(missing_ok=True)
+
+    def _take_up_files(self) -> None:
+        """Leave out of the logs what a killed run wrote after its last checkpoint: it comes again."""
+        out = self.config.out
+        self.evaluations = [row for row in logs.rows(out / "evaluations.jsonl") if row["step"] <= self.step]
+        if self.leads:
+            logs.rewrite(out / "evaluations.jsonl", self.evaluations)
+            kept = [row for row in logs.rows(out / "metrics.jsonl") if row["step"] <= self.step]
+            logs.rewrite(out / "metrics.jsonl", kept)
+            logs.rewrite_csv(out / "metrics.csv", kept)
+
+    def _sweep(self) -> None:
+        """Delete what a kill left half-written. Nobody else writes these files of a run that is taken up."""
+        checkpoint.sweep(self.config.out)
+        for name in ("run.json", *LOGS, trackers.ID):
+            for left in self.config.out.glob(f".{name}.*.tmp"):
+                left.unlink(missing_ok=True)
 
     def _resume(self, folder: Path) -> None:
         manifest = checkpoint.read_manifest(folder)
@@ -186,7 +208,7 @@ class Session:
                 f"the run in {self.config.out} began with {f'--task {task}' if task else 'no --task'} and a horizon of "
                 f"{horizon}; resume with the same, or start a new run"
             )
-        began_with = int(manifest.get("processes", 1))
+        began_with = manifest.get("processes", 1)
         if began_with != parallel.processes():
             how = f"torchrun --nproc-per-node {began_with} -m qpt train" if began_with > 1 else "qpt train"
             raise QptError(
@@ -200,14 +222,7 @@ class Session:
         torch.set_rng_state(generators[f"generator/torch{mine}"].cpu())
         if f"generator/cuda{mine}" in generators and self.device.type == "cuda":
             torch.cuda.set_rng_state(generators[f"generator/cuda{mine}"].cpu(), self.device)
-        self.step = int(manifest["step"])
-        out = self.config.out
-        self.evaluations = [row for row in logs.rows(out / "evaluations.jsonl") if row["step"] <= self.step]
-        if self.leads:
-            logs.rewrite(out / "evaluations.jsonl", self.evaluations)
-            kept = [row for row in logs.rows(out / "metrics.jsonl") if row["step"] <= self.step]
-            logs.rewrite(out / "metrics.jsonl", kept)
-            logs.rewrite_csv(out / "metrics.csv", kept)
+        self.step = manifest["step"]
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -221,13 +236,14 @@ class Session:
         for _ in range(min(most, self.steps - self.step)):
             self._last = self._one_step()
             self.step += 1
-            if self._due(c.log_every) or self._due(c.checkpoint_every):
+            evaluates, saves = c.eval_every > 0 and self._due(c.eval_every), self._due(c.checkpoint_every)
+            if evaluates or saves or self._due(c.log_every):  # what has diverged is neither evaluated nor saved
                 self._log((self.step - self._first) / (time.perf_counter() - self._began))
-            if c.eval_every and self._due(c.eval_every):
+            if evaluates:
                 generators = self._generators()
                 if self.leads:
                     self._evaluate(generators)
-            if self._due(c.checkpoint_every):
+            if saves:
                 self._save()
             if stopped():
                 break
@@ -251,11 +267,11 @@ class Session:
         return metrics
 
     def _log(self, rate: float) -> None:
-        names = list(self._last)
-        stacked = torch.stack([self._last[n].detach().float().reshape(()) for n in names])
+        seen = self._last | _largest_weight(self.algorithm)
+        stacked = torch.stack([value.detach().float().reshape(()) for value in seen.values()])
         values = parallel.mean(stacked).tolist()  # the one wait for the device
-        self.metrics = dict(zip(names, values, strict=True))
-        for name, value in self.metrics.items():
+        self.metrics = dict(zip(self._last, values, strict=False))
+        for name, value in zip(seen, values, strict=True):
             if not math.isfinite(value) or abs(value) > DIVERGED:
                 good = checkpoint.checkpoints(self.config.out)
                 where = f"the last good checkpoint is {good[-1]}" if good else "there is no checkpoint yet"
@@ -377,6 +393,13 @@ def best_evaluation(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 # -- little tools ------------------------------------------------------------------------------------------------------
+
+
+def _largest_weight(algorithm: Algorithm) -> dict[str, Tensor]:
+    """Of those that are learned, NaN if one is: a step's metrics belong to the weights before it, not to its result."""
+    groups = [group for optimizer in algorithm.optimizers.values() for group in optimizer.param_groups]
+    weights = [weight.detach() for group in groups for weight in group["params"] if weight.numel()]
+    return {"the largest weight": torch.stack(torch._foreach_norm(weights, math.inf)).max()} if weights else {}
 
 
 def _share(config: Any) -> Any:

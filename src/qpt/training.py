@@ -16,7 +16,7 @@ from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError
 from qpt.session import Session, TrainConfig, best_evaluation
 from qpt.tasks import Task, get_task
-from qpt.trackers import open_trackers
+from qpt.trackers import check_trackers, open_trackers
 
 __all__ = ["Run", "TrainConfig", "best_evaluation", "train", "train_seeds"]
 
@@ -63,6 +63,9 @@ def train_seeds(config: TrainConfig, data: Trajectories | None = None) -> list[R
 def _train(configs: list[TrainConfig], data: Trajectories | None) -> list[Run]:
     """Runs that differ in seed and folder."""
     config = configs[0]
+    if len(configs) > 1 and config.wandb:
+        raise QptError("--wandb logs one run of a process; give --seed, or use --tensorboard")
+    check_trackers(config.tensorboard, config.wandb)
     task = get_task(config.task) if config.task else None
     trajectories = data if data is not None else _load(config, task)
     if config.eval_every and (task is None or not task.has_simulator):
@@ -72,8 +75,6 @@ def _train(configs: list[TrainConfig], data: Trajectories | None) -> list[Run]:
     with parallel.group(device):
         if len(configs) > 1 and parallel.processes() > 1:
             raise QptError("several processes train one seed; give --seed, or start qpt train without torchrun")
-        if len(configs) > 1 and config.wandb:
-            raise QptError("--wandb logs one run of a process; give --seed, or use --tensorboard")
         sessions: list[Session] = []
         for each in configs:
             sessions.append(Session(each, task, trajectories, device, alone=len(configs) == 1))
@@ -100,7 +101,8 @@ def _loop(sessions: list[Session]) -> list[Run]:
     ):
         for session in sessions:
             if session.leads:
-                session.track = trackers.enter_context(open_trackers(session.config.out, c.tensorboard, c.wandb))
+                opened = open_trackers(session.config.out, c.tensorboard, c.wandb, session.step)
+                session.track = trackers.enter_context(opened)
         # Processes of one run must stop after the same step: they ask each other, but only between rows of the log.
         shared = parallel.processes() > 1
         running, asked = [s for s in sessions if not s.done], False

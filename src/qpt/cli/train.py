@@ -81,7 +81,7 @@ def _parse(args: Sequence[str], algorithm: str, preset: str, run: _RunFlags, met
     plain = tyro.conf.arg(name="")
     command.__annotations__ = {
         "algorithm": flag(str, f"The method: {', '.join(algorithm_names())}.", "NAME"),
-        "preset": flag(str, "What the method's flags start from: default or paper.", "NAME"),
+        "preset": flag(str, "What the method's flags start from: default, paper or (of qpt) transformer.", "NAME"),
         "config": flag(Path | None, "A TOML file with values of the flags, named as below with _ for -.", "FILE"),
         "run": Annotated[_RunFlags, plain],
         "method": Annotated[type(method), plain],
