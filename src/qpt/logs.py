@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from qpt.errors import QptError
 from qpt.writing import write_csv, write_whole
 
 Row = dict[str, Any]
@@ -20,9 +21,20 @@ Row = dict[str, Any]
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _appending(path: Path) -> Iterator[TextIO]:
+    try:
+        with path.open("a", encoding="utf-8", newline="") as file:
+            yield file
+    except OSError as error:
+        raise QptError(
+            f"{path} cannot be written: {error.strerror or error}; make room, and add --resume to go on"
+        ) from error
+
+
 def append(path: Path, row: Row) -> None:
     """Add a line to a JSONL file."""
-    with path.open("a", encoding="utf-8") as file:
+    with _appending(path) as file:
         file.write(json.dumps(row) + "\n")
 
 
@@ -50,7 +62,7 @@ def append_csv(path: Path, row: Row) -> None:
         with path.open(encoding="utf-8", newline="") as file:
             columns = next(csv.reader(file), [])
         if set(row) <= set(columns):
-            with path.open("a", encoding="utf-8", newline="") as file:
+            with _appending(path) as file:
                 csv.DictWriter(file, columns).writerow(row)
             return
         with path.open(encoding="utf-8", newline="") as file:
@@ -60,10 +72,12 @@ def append_csv(path: Path, row: Row) -> None:
 
 
 def rewrite_csv(path: Path, kept: list[Row]) -> None:
-    """A CSV file of these rows alone."""
-    path.unlink(missing_ok=True)
-    for row in kept:
-        append_csv(path, row)
+    """A CSV file of these rows alone; none where there are none."""
+    if not kept:
+        path.unlink(missing_ok=True)
+        return
+    columns = list(dict.fromkeys(name for row in kept for name in row))
+    write_csv(path, columns, ([row.get(name, "") for name in columns] for row in kept))
 
 
 # -- the terminal ------------------------------------------------------------------------------------------------------

@@ -215,6 +215,9 @@ class Session:
                 f"the run in {self.config.out} has {began_with} process(es), not {parallel.processes()}; "
                 f"resume it with {how}"
             )
+        device = manifest.get("device", self.device.type)
+        if device != self.device.type:  # generators of one kind of device cannot go on on another
+            raise QptError(f"the run in {self.config.out} began on {device}; resume it with --device {device}")
         self.algorithm.load_state_dict(checkpoint.read_tensors(folder, checkpoint.MODEL, manifest))
         generators = checkpoint.restore_training(folder, self.algorithm, manifest)
         mine = f"/{parallel.rank()}" if parallel.rank() else ""
@@ -222,7 +225,7 @@ class Session:
         torch.set_rng_state(generators[f"generator/torch{mine}"].cpu())
         if f"generator/cuda{mine}" in generators and self.device.type == "cuda":
             torch.cuda.set_rng_state(generators[f"generator/cuda{mine}"].cpu(), self.device)
-        self.step = manifest["step"]
+        self.step, self.metrics = manifest["step"], dict(manifest.get("metrics", {}))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -242,7 +245,11 @@ class Session:
             if evaluates:
                 generators = self._generators()
                 if self.leads:
-                    self._evaluate(generators)
+                    try:
+                        self._evaluate(generators)
+                    except QptError:  # of a simulator, say: the steps so far are not lost with it
+                        self._write_step(generators)
+                        raise
             if saves:
                 self._save()
             if stopped():
@@ -321,10 +328,9 @@ class Session:
                     f"eval/cost@{limit:g}": row["limits"][-1]["cost"],
                 },
             )
-        best_before = best_evaluation(self.evaluations)
         self.evaluations.append(row)
         logs.append(c.out / "evaluations.jsonl", row)
-        if best_evaluation(self.evaluations) is row and row is not best_before:
+        if best_evaluation(self.evaluations) is row:
             self._save_best(generators)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -332,8 +338,11 @@ class Session:
     def _save(self) -> None:
         generators, self._saved = self._generators(), self.step
         if self.leads:
-            self._write(self.config.out / "checkpoints" / f"step-{self.step:09d}", generators)
-            checkpoint.rotate(self.config.out, self.config.keep)
+            self._write_step(generators)
+
+    def _write_step(self, generators: dict[str, Tensor]) -> None:
+        self._write(self.config.out / "checkpoints" / f"step-{self.step:09d}", generators)
+        checkpoint.rotate(self.config.out, self.config.keep)
 
     def _save_best(self, generators: dict[str, Tensor]) -> None:
         folder = self._write(self.config.out / "checkpoints" / f"best-{self.step:09d}", generators)

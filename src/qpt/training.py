@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,16 @@ def _loop(sessions: list[Session]) -> list[Run]:
     c, several = sessions[0].config, len(sessions) > 1
     name = f"{c.algorithm}, {len(sessions)} seeds" if several else c.algorithm
     failed: dict[int, QptError] = {}
+
+    @contextmanager
+    def fails(session: Session) -> Iterator[None]:
+        try:
+            yield
+        except QptError as error:
+            if not several:
+                raise
+            failed[session.config.seed] = error
+
     with (
         logs.stop_flag() as stopped,
         logs.progress(
@@ -111,19 +122,14 @@ def _loop(sessions: list[Session]) -> list[Run]:
                 # On CUDA the host only says "go": a step of each in turn keeps all streams busy.
                 interleave = several and session.device.type == "cuda"
                 most = 1 if interleave else c.log_every - session.step % c.log_every
-                try:
-                    with session.turn:
-                        session.advance(most, (lambda: False) if shared else stopped)
-                except QptError as error:
-                    if not several:
-                        raise
-                    failed[session.config.seed] = error
+                with fails(session), session.turn:
+                    session.advance(most, (lambda: False) if shared else stopped)
                 if session.step % c.log_every == 0 or session.done:
                     show(sum(s.step for s in sessions), session.metrics)
             running = [s for s in running if not s.done and s.config.seed not in failed]
             asked = parallel.anyone(stopped(), sessions[0].device)
         for session in running:
-            with session.turn:
+            with fails(session), session.turn:
                 session.stop()
     if failed:
         seed, reason = next(iter(failed.items()))
