@@ -156,6 +156,8 @@ def test_settings_are_read_by_the_types_of_the_fields() -> None:
     for wrong in ("nonsense=1", "cdt.lr=1", "batch_size=many", "batch_size", "seed=3", "bc-safe.mode=other"):
         with pytest.raises(QptError, match=wrong.replace(".", r"\.")):
             read_settings([wrong], ["qpt", "bc-safe"])
+    with pytest.raises(QptError, match="it is 'min', 'max' or 'mean'"):
+        read_settings(["cost_reduction=median"], ["qpt"])
 
 
 # -- folders -----------------------------------------------------------------------------------------------------------

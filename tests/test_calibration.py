@@ -131,3 +131,7 @@ def test_the_command_with_held_out_episodes(tmp_path: Path, capsys: pytest.Captu
     assert f"--set test_offset={offset:.2f}" in " ".join(capsys.readouterr().out.split())
     assert main([*given, "--out", str(tmp_path / "c.png")]) == 1
     assert "leave it or --held-out away" in capsys.readouterr().err
+    trained = {"step": 0, "seed": 0, "data": {"fingerprint": data.fingerprint}}
+    write_checkpoint(folder, "qpt", method, asdict(method.config), {}, trained)
+    assert main(given) == 1
+    assert "holds the data that the policy was trained on; hold some out with qpt data split" in capsys.readouterr().err

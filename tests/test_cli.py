@@ -251,7 +251,7 @@ def test_train_with_a_config_file(data: Path, tmp_path: Path) -> None:
         ('steps = "many"\n', "has steps = 'many', which does not fit"),
         ('steps = "None"\n', "has steps = None, which does not fit"),
         ("eval_limits = 10\n", "has eval_limits = 10, which does not fit"),
-        ('cost_reduction = "median"\n', "has cost_reduction = 'median', which does not fit"),
+        ('cost_reduction = "median"\n', "which does not fit: it is 'min', 'max' or 'mean'"),
         (None, "cannot be read"),
     ],
 )

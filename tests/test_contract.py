@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from helpers import tiny_data
 from qpt.algorithms.base import Spec, algorithm_classes, algorithm_names, config_from
 from qpt.algorithms.bc import BCConfig
+from qpt.algorithms.qpt_config import QPTConfig
 from qpt.checkpoint import MODEL, load_algorithm, resolve
 from qpt.errors import QptError
 from qpt.policy import Policy, load_policy
@@ -160,6 +161,51 @@ def test_config_survives_json(name: str, preset: str) -> None:
     assert config_from(config_class, json.loads(json.dumps(asdict(config)))) == config
     with pytest.raises(QptError, match="nonsense"):
         config_class.preset("nonsense")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_field_takes_what_its_type_does_not_have(name: str) -> None:
+    config = algorithm_classes(name)[1]()
+    for field in fields(config):
+        for wrong in ("foo", ("foo",), 1j, np.zeros(2), {}):
+            with pytest.raises(QptError, match=f"^{field.name} is .+, not "):
+                replace(config, **{field.name: wrong})
+        if isinstance(value := getattr(config, field.name), int | float):
+            given = np.asarray(value)[()]
+            assert isinstance(given, np.generic)
+            kept = getattr(replace(config, **{field.name: given}), field.name)
+            assert (kept, type(kept)) == (value, type(value))  # Python's own: JSON knows no others
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "sentence"),
+    [
+        ("selection", "foo", "selection is 'constrained', 'tradeoff' or 'shield', not 'foo'"),
+        ("fallback", None, "fallback is 'least-cost', 'ignore' or 'tradeoff', not None"),
+        ("candidates", "many", "candidates is a whole number, not 'many'"),
+        ("candidates", 2.5, "candidates is a whole number, not 2.5"),
+        ("candidates", True, "candidates is a whole number, not True"),
+        ("frugality", "None", "frugality is a number or None, not 'None'"),
+        ("augmentation", 1, "augmentation is True or False, not 1"),
+        ("betas", (0.9,), "betas is [a number, a number], not (0.9,)"),
+        ("betas", [0.9, "x"], "betas is [a number, a number], not [0.9, 'x']"),
+    ],
+)
+def test_the_sentence_names_the_field_the_value_and_the_choices(field: str, wrong: Any, sentence: str) -> None:
+    given: dict[str, Any] = {field: wrong}
+    for make in (lambda: QPTConfig(**given), lambda: replace(QPTConfig(), **given)):
+        with pytest.raises(QptError) as caught:
+            make()
+        assert str(caught.value) == sentence
+    with pytest.raises(QptError, match="precision is 'auto', 'fp32' or 'bf16', not 'fp16'"):
+        TrainConfig(precision="fp16")  # type: ignore[arg-type]
+
+
+def test_what_means_the_same_is_taken() -> None:
+    config = QPTConfig(lr=1, betas=[0, np.float32(0.5)], frugality=np.float64(0.5), n_step=np.int32(2))  # type: ignore[arg-type]
+    assert repr((config.lr, config.betas, config.frugality, config.n_step)) == "(1.0, (0.0, 0.5), 0.5, 2)"
+    run = TrainConfig(out="runs/x", seeds=[1, 2], eval_limits=(5,))  # type: ignore[arg-type]
+    assert (run.out, run.seeds, repr(run.eval_limits)) == (Path("runs/x"), (1, 2), "(5.0,)")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -26,6 +26,7 @@ import qpt.evaluation
 from faulty_envs import once, raises, slow, walk, walk_task
 from helpers import tiny_data
 from qpt import stats
+from qpt.algorithms.bc import BCConfig
 from qpt.algorithms.qpt import QPTConfig
 from qpt.cli import main
 from qpt.cli.evaluate import table as printed_table
@@ -538,6 +539,24 @@ def test_the_command_changes_how_a_checkpoint_decides(
         assert main([*common, *more]) == 1
         assert words in capsys.readouterr().err
     assert main(["evaluate", "--policy", "zero", "--task", "BallCircle", "--set", "candidates=1"]) == 1
+    assert "--checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("tasks_file")
+def test_the_command_takes_the_last_or_the_best_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    method = BCConfig(steps=2, batch_size=4, width=8, cost_limit=8.0)
+    run = TrainConfig(algorithm="bc-safe", config=method, out=tmp_path / "run", checkpoint_every=1, progress=False)
+    folder = train(run, tiny_data()).folder / "checkpoints"
+    common = ["evaluate", "--task", "FileWalk", "--workers", "0", "--episodes", "1", "--out", str(tmp_path / "t.csv")]
+    given = [*common, "--checkpoint", str(tmp_path / "run")]
+    assert main([*given, "--which", "best"]) == 1
+    assert "no best checkpoint" in capsys.readouterr().err
+    shutil.copytree(folder / "step-000000001", folder / "best-000000001")
+    for more, name in (((), "step-000000002"), (("--which", "last"), "step-000000002"), (("--which", "best"), "best-")):
+        assert main([*given, *more]) == 0
+        assert Path(Episodes.load(tmp_path / "t.csv").checkpoint[0]).name.startswith(name)
+    capsys.readouterr()
+    assert main([*common, "--policy", "zero", "--which", "best"]) == 1
     assert "--checkpoint" in capsys.readouterr().err
 
 

@@ -27,6 +27,9 @@ class Walk(gym.Env[Any, Any]):
     def __init__(self, key: str = "cost") -> None:
         self.key = key
 
+    def draw(self, rng: np.random.Generator) -> Any:
+        return rng.uniform(-1, 1, 1).astype(np.float32)
+
     def info(self, cost: float) -> dict[str, float]:
         return {self.key: cost, "other": 1.0}
 
@@ -39,6 +42,18 @@ class Walk(gym.Env[Any, Any]):
         self.x, self.t = self.x + 0.3 * float(action[0]), self.t + 1
         cost = float(self.x > 0.5)
         return np.array([self.x, self.t], np.float64), self.x, abs(self.x) > 1, self.t >= 15, self.info(cost)
+
+
+class Choices(Walk):
+    """The same with steps to the left or to the right."""
+
+    action_space = gym.spaces.Discrete(2)
+
+    def draw(self, rng: np.random.Generator) -> Any:
+        return int(rng.integers(2))
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return super().step([2 * action - 1])
 
 
 @pytest.fixture
@@ -56,7 +71,7 @@ def collect(name: str, env: Walk, reset_info: bool = True, data_format: str = "h
         episode: list[dict[str, Any]] = []
         observations, infos = [observation], [info] if reset_info else []
         while not episode or not (episode[-1]["terminal"] or episode[-1]["timeout"]):
-            action = rng.uniform(-1, 1, 1).astype(np.float32)
+            action = env.draw(rng)
             following, reward, terminal, timeout, info = env.step(action)
             episode.append({"observation": observation, "next": following, "action": action, "reward": reward,
                             "terminal": terminal, "timeout": timeout, "cost": info[env.key]})  # fmt: skip
@@ -140,6 +155,13 @@ def test_named_costs(root: Path) -> None:
     with pytest.raises(QptError, match=r"no infos\['cost'\]; its infos hold damage, other"):
         load_dataset("minari:toy/damage-v0")
     equal(load_dataset(root / "toy" / "damage-v0", cost_key="damage"), steps)
+
+
+def test_discrete_actions_are_told(root: Path) -> None:
+    collect("toy/choices-v0", Choices())
+    for source in ("minari:toy/choices-v0", root / "toy" / "choices-v0"):
+        with pytest.raises(QptError, match="actions are stored as int64 and look like discrete ones"):
+            load_dataset(source)
 
 
 def test_a_missing_data_set_names_the_command(root: Path) -> None:

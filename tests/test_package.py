@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 
 import qpt
+from helpers import tiny_data
+from qpt.algorithms.qpt_config import QPTConfig
 from qpt.errors import QptError, require
+from qpt.training import TrainConfig, train
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src" / "qpt").rglob("*.py"))
@@ -47,6 +50,29 @@ def test_data_can_be_read_without_torch() -> None:
     code = "import sys, qpt; print(len(qpt.load_dataset('embedded:ballcircle')) > 99, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "True False\n"
+
+
+def test_a_policy_needs_neither_simulators_nor_screens_nor_data(tmp_path: Path) -> None:
+    """What a robot has: torch, numpy and the checkpoint."""
+    small = QPTConfig(steps=2, batch_size=4, width=8, layers=1, heads=2, context=3, critic_width=8)
+    train(TrainConfig(config=small, out=tmp_path / "run", device="cpu", progress=False), tiny_data())
+    code = """
+import sys
+absent = "gymnasium pybullet bullet_safety_gym mujoco safety_gymnasium panda3d metadrive matplotlib rich tyro h5py"
+sys.modules.update(dict.fromkeys(absent.split()))  # an import of these fails
+import numpy as np
+import qpt
+policy = qpt.load_policy(sys.argv[1], candidates=3)
+policy.reset(2, cost_limits=[1, 5])
+for _ in range(4):
+    actions = policy.act(np.ones((2, 3)))
+    policy.observe([1, 1], [0, 1])
+print(actions.shape, policy.spent.tolist())
+"""
+    given = [sys.executable, "-c", code, tmp_path / "run"]
+    done = subprocess.run(given, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "(2, 2) [0.0, 4.0]\n"
 
 
 def test_versions_agree() -> None:

@@ -385,6 +385,14 @@ def test_loaded_policies_act_like_the_trained_one(tmp_path: Path) -> None:
         b.observe([1, 1], [0, 1])
     with pytest.raises(QptError, match="no such setting"):
         qpt.load_policy(run, candidatse=3)
+    with pytest.raises(QptError, match="selection is 'constrained', 'tradeoff' or 'shield', not 'foo'"):
+        qpt.load_policy(run, selection="foo")
+    with pytest.raises(QptError, match="candidates is a whole number, not 'many'"):
+        qpt.load_policy(run, candidates="many")
+    with pytest.raises(QptError, match="which is 'last' or 'best', not 'bset'"):
+        qpt.load_policy(run, which="bset")  # type: ignore[arg-type]
+    with pytest.raises(QptError, match="past_horizon is 'error' or 'clamp', not 'stop'"):
+        qpt.load_policy(run, past_horizon="stop")  # type: ignore[arg-type]
     with pytest.raises(QptError, match="was trained with its return_scale, which cannot change now; what can: action"):
         qpt.load_policy(run, return_scale=99.0, candidates=3)
 

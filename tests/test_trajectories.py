@@ -271,6 +271,13 @@ def spoil(**changes: object) -> dict[str, object]:
         ({"next_observations": np.zeros((6, 3))}, r"next_observations has shape \[6, 3\]"),
         ({"actions": np.zeros((6, 2))}, "actions has 6 rows but observations has 7"),
         ({"actions": np.full((7, 2), 1.5)}, "largest magnitude is 1.5"),
+        (
+            {"actions": np.arange(7) % 2},
+            "actions are stored as int64 and look like discrete ones; qpt is for continuous",
+        ),
+        ({"actions": np.ones((7, 1), np.uint8)}, "actions are stored as uint8 and look like discrete ones"),
+        ({"actions": np.eye(7, dtype=bool)}, "actions are stored as bool and look like discrete ones"),
+        ({"actions": [[0, 1]] * 7}, "actions are stored as int64 and look like discrete ones"),
         ({"costs": -np.ones(7)}, "must not be negative"),
         ({"costs": np.array(["a"] * 7)}, "only numbers"),
         ({"terminals": np.full(7, 2)}, "other than 0 and 1"),
@@ -284,6 +291,10 @@ def spoil(**changes: object) -> dict[str, object]:
 def test_defects(change: dict[str, object], sentence: str) -> None:
     with pytest.raises(QptError, match=sentence):
         Trajectories.from_arrays(**spoil(**change))  # type: ignore[arg-type]
+
+
+def test_floats_that_happen_to_be_whole_numbers_are_actions() -> None:
+    assert Trajectories.from_arrays(**spoil(actions=np.ones((7, 2)))).action_dim == 2  # type: ignore[arg-type]
 
 
 def test_action_bound_can_be_lifted() -> None:

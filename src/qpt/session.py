@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qpt import checkpoint, logs, parallel, trackers
 from qpt.algorithms.base import Algorithm, Spec, algorithm_classes
+from qpt.algorithms.fields import check_fields
 from qpt.data.sampling import Sampler
 from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError
@@ -87,6 +88,7 @@ class TrainConfig:
     """Show a progress bar."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name, least in (("keep", 1), ("log_every", 1), ("checkpoint_every", 1), ("eval_every", 0), ("seed", 0)):
             if getattr(self, name) < least:
                 flag = f"--{name.replace('_', '-')}"

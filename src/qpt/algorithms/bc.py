@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from qpt.algorithms.base import Context, Decision, LimitMode, Spec, adam, descend
+from qpt.algorithms.fields import check_fields
 from qpt.data.sampling import TransitionBatch, TransitionSampler
 from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError
@@ -40,6 +41,9 @@ class BCConfig:
     """Normalise observations by the data's mean and standard deviation."""
     lr: float = 1e-3
     """Learning rate."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @classmethod
     def preset(cls, name: str) -> BCConfig:
@@ -110,12 +114,8 @@ def _filter(data: Trajectories, c: BCConfig) -> npt.NDArray[np.bool_]:
         return costs >= 2 * limit
     if c.mode == "boundary":
         return (costs > 0.5 * limit) & (costs <= 1.5 * limit)
-    if c.mode == "frontier":
-        near: npt.NDArray[np.bool_] = data.returns >= data.reward_frontier(costs) - c.frontier_width * np.ptp(
-            data.returns
-        )
-        return near
-    raise QptError(f"there is no mode {c.mode!r}; choose safe, all, risky, frontier or boundary")
+    near: npt.NDArray[np.bool_] = data.returns >= data.reward_frontier(costs) - c.frontier_width * np.ptp(data.returns)
+    return near
 
 
 def _advice(c: BCConfig, costs: npt.NDArray[np.float64]) -> str:

@@ -31,6 +31,7 @@ from qpt.algorithms.base import (
     soft_update,
     within_episode,
 )
+from qpt.algorithms.fields import check_fields
 from qpt.algorithms.flat import side_by_side
 from qpt.algorithms.multiplier import PIDMultiplier
 from qpt.data.sampling import TransitionBatch, TransitionSampler
@@ -81,6 +82,9 @@ class BCQLagConfig:
     """What the targets keep at every step."""
     candidates: int = 1
     """At deployment: actions drawn, of which the best by Q^r - λ Q^c is taken (1 as published; BCQ itself: 10)."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @classmethod
     def preset(cls, name: str) -> BCQLagConfig:

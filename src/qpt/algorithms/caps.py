@@ -37,6 +37,7 @@ from qpt.algorithms.base import (
     soft_update,
     with_step,
 )
+from qpt.algorithms.fields import check_fields
 from qpt.algorithms.flat import side_by_side
 from qpt.algorithms.targets import expectile_loss
 from qpt.data.sampling import TransitionBatch, TransitionSampler
@@ -94,6 +95,9 @@ class CAPSConfig:
     """Weight of the critics against imitation. SAC+BC only."""
 
     METADRIVE: ClassVar[dict[str, float]] = {"expectile": 0.5}  # what the authors set there
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @classmethod
     def preset(cls, name: str) -> CAPSConfig:

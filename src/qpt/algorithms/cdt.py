@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from qpt.algorithms.base import Context, Decision, LimitMode, Spec, adam, descend, masked_mean, relabelled_windows
+from qpt.algorithms.fields import check_fields
 from qpt.data.sampling import Weighting, WindowBatch, WindowSampler
 from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError
@@ -103,6 +104,9 @@ class CDTConfig:
     """Return target for a limit: the best logged return within it, or the task's published pairs, interpolated."""
     target_factor: float = 1.0
     """Return target as a multiple of that."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @classmethod
     def preset(cls, name: str) -> CDTConfig:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.functional import log_softmax, softplus
 
 from qpt.algorithms.base import Context, Decision, LimitMode, Spec, adam, descend, discounted_limit, with_step
+from qpt.algorithms.fields import check_fields
 from qpt.data.sampling import TransitionBatch, TransitionSampler
 from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError
@@ -68,6 +69,9 @@ class COptiDICEConfig:
     """Bounds of the actor's log standard deviation."""
     lr: float = 1e-4
     """Learning rate of networks and scalars."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @classmethod
     def preset(cls, name: str) -> COptiDICEConfig:

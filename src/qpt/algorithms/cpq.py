@@ -38,6 +38,7 @@ from qpt.algorithms.base import (
     soft_update,
     within_episode,
 )
+from qpt.algorithms.fields import check_fields
 from qpt.algorithms.flat import side_by_side
 from qpt.data.sampling import TransitionBatch, TransitionSampler
 from qpt.data.trajectories import Trajectories
@@ -86,6 +87,9 @@ class CPQConfig:
     """Rate of the push's weight α."""
     ema: float = 0.995
     """What the targets keep at every step."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @classmethod
     def preset(cls, name: str) -> CPQConfig:

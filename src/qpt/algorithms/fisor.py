@@ -31,6 +31,7 @@ from qpt.algorithms.base import (
     soft_update,
     with_step,
 )
+from qpt.algorithms.fields import check_fields
 from qpt.algorithms.flat import side_by_side
 from qpt.algorithms.targets import expectile_loss
 from qpt.data.sampling import TransitionBatch, TransitionSampler
@@ -111,6 +112,9 @@ class FISORConfig:
     """Values at or below count as equal, and the highest Q_r of those decides; None: the lowest alone (paper)."""
 
     METADRIVE: ClassVar[dict[str, float]] = {"cost_weight_min": 1.0}  # what the authors set there
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @classmethod
     def preset(cls, name: str) -> FISORConfig:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from qpt.algorithms.base import Context, Decision, LimitMode, Spec, adam, descend, frozen_copy, masked_mean, soft_update
 from qpt.algorithms.bcq_lag import BCQLag, BCQLagConfig
+from qpt.algorithms.fields import check_fields
 from qpt.algorithms.flat import side_by_side
 from qpt.algorithms.oasis_sampling import SequenceBatch, SequenceSampler
 from qpt.data.sampling import TransitionBatch, Weighting
@@ -122,6 +123,9 @@ class OASISConfig:
     @property
     def policy_steps(self) -> int:
         return max(self.steps - self.generator_steps - self.labeler_steps, 0)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @classmethod
     def preset(cls, name: str) -> OASISConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from qpt.algorithms.fields import check_fields
 from qpt.data.sampling import Weighting
 from qpt.errors import QptError
 
@@ -183,6 +184,7 @@ class QPTConfig:
     """Over the twin reward critics, in targets and scores."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.budget_critics and self.bootstrap != "expectile":
             raise QptError('budget critics need bootstrap "expectile"; add --no-budget-critics, or leave it so')
         if self.width % self.heads:

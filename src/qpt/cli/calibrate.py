@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qpt import calibration, plotting
-from qpt.cli.judge import check_files
+from qpt.cli.judge import check_files, read_fingerprint
 from qpt.cli.run import run
 from qpt.data import load_dataset
 from qpt.errors import QptError
@@ -91,7 +91,12 @@ def calibrate(
 def _held_out(checkpoint: Path, source: str, limits: tuple[float, ...], level: float, out: Path | None) -> int:
     if out is not None:
         raise QptError("--out holds what episodes in the simulator brought; leave it or --held-out away")
-    found = calibration.held_out(load_policy(checkpoint).method, load_dataset(source))  # type: ignore[arg-type]
+    policy, data = load_policy(checkpoint), load_dataset(source)
+    if read_fingerprint(policy.checkpoint) == data.fingerprint:
+        raise QptError(
+            f"{source} holds the data that the policy was trained on; hold some out with qpt data split before training"
+        )
+    found = calibration.held_out(policy.method, data)  # type: ignore[arg-type]
     table = Table("predicted cost up to", "steps", "mean excess", "share in excess", f"offset for {level:g}")
     for limit in limits:
         excess = found.excess[found.predicted <= limit]

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
@@ -45,6 +45,7 @@ def evaluate_command(
     task: str | None = None,
     checkpoint: Path | None = None,
     policy: str | None = None,
+    which: Literal["last", "best"] = "last",
     settings: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="FIELD=VALUE [FIELD=VALUE ...]")] = (),
     limits: Annotated[tuple[float, ...] | None, tyro.conf.arg(metavar="X [X ...]")] = None,
     episodes: int = 20,
@@ -68,6 +69,7 @@ def evaluate_command(
         task: The task; by default the one the checkpoint was trained for.
         checkpoint: A run folder or a checkpoint folder.
         policy: Instead of a checkpoint: random, zero, constant:0.5,-1, or module:function of observations [n, S].
+        which: The last checkpoint of a run, or the best of its evaluations.
         settings: How the checkpoint's policy decides, in place of what it was trained with: fields of its method.
         limits: Cost limits of an episode; by default the task's own.
         episodes: Episodes at each limit.
@@ -86,11 +88,14 @@ def evaluate_command(
         raise QptError("give either --checkpoint or --policy (random, zero, constant:X,X or module:function)")
     if settings and checkpoint is None:
         raise QptError("--set changes how a checkpoint's policy decides; give one with --checkpoint")
+    if which != "last" and checkpoint is None:
+        raise QptError("--which chooses among the checkpoints of a run; give one with --checkpoint")
     _check_files(out, record, picture, render_dir if render else None)
     chosen: Any = None
     changed: dict[str, Any] = {}
     if checkpoint is not None:
         load_policy = importlib.import_module("qpt.policy").load_policy
+        checkpoint = importlib.import_module("qpt.checkpoint").resolve(checkpoint, which)
         chosen = load_policy(checkpoint)
         if settings:  # their types depend on the method, which the checkpoint tells
             changed = _changed(settings, chosen.algorithm)
@@ -206,7 +211,7 @@ def plane(results: Episodes, data: Trajectories) -> Any:
 def _logged(source: str | None, checkpoint: Path | None) -> Trajectories:
     room = importlib.import_module("qpt.checkpoint")
     if source is None and checkpoint is not None:
-        source = str(room.read_manifest(room.resolve(checkpoint)).get("data", {}).get("source") or "")
+        source = str(room.read_manifest(checkpoint).get("data", {}).get("source") or "")
     if not source:
         raise QptError("the picture needs the logged episodes; name them with --data FILE")
     return load_dataset(source)

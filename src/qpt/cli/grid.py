@@ -6,17 +6,18 @@ import os
 import sys
 import tomllib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
 import tyro
 from rich.console import Console
 
 from qpt.algorithms.base import algorithm_classes
+from qpt.algorithms.fields import choices, fitting
 from qpt.cli.tasks import simulator_installed
-from qpt.cli.train import _fits
 from qpt.errors import QptError
 from qpt.experiments.bench import Bench, data_files, run_jobs
 from qpt.experiments.executors import Executor, local_executor, ray_executor
@@ -118,13 +119,10 @@ def _value(text: str, written: str, hint: Any) -> Any:
         value = tomllib.loads(f"x = {written}")["x"]
     except tomllib.TOMLDecodeError:
         value = {"True": True, "False": False, "None": None}.get(written, written)  # a text need not be quoted
-    kinds = get_args(hint) or (hint,)
-    if type(value) is int and float in kinds and int not in kinds:
-        value = float(value)  # 1 and 1.0 are one setting, and one run
     for candidate in (value, written):
-        if _fits(candidate, hint):
-            return tuple(candidate) if isinstance(candidate, list) else candidate
-    raise QptError(f"--set {text} does not fit the type of the field; see qpt train --help")
+        with suppress(ValueError):
+            return fitting(candidate, hint)  # 1 and 1.0 are one setting, and one run
+    raise QptError(f"--set {text} does not fit the type of the field: it is {choices(hint)}")
 
 
 # -- the work, and after it --------------------------------------------------------------------------------------------

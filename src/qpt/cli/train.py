@@ -7,13 +7,13 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import tyro
 
 from qpt import parallel
 from qpt.algorithms.base import algorithm_names, preset_config
+from qpt.algorithms.fields import choices, fitting
 from qpt.errors import QptError
 from qpt.tasks import get_task
 from qpt.training import Run, TrainConfig, train, train_seeds
@@ -115,30 +115,13 @@ def _with_values(run: _RunFlags, method: Any, values: dict[str, Any], file: str)
     for name, value in values.items():
         if name not in known:
             raise QptError(f"the config {file} has {name!r}, which {run.algorithm} does not know; see qpt train --help")
-        if not _fits(value, hints[name]):
-            raise QptError(f"the config {file} has {name} = {value!r}, which does not fit; see qpt train --help")
-    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    of_run: dict[str, Any] = {
-        k: Path(v) if hints[k] in (Path, Path | None) else v for k, v in given.items() if k in own
-    }
-    return replace(run, **of_run), replace(method, **{k: v for k, v in given.items() if k not in own})
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value read from TOML is of the type that a field has."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return value in inner
-    if origin in (Union, UnionType):
-        return any(_fits(value, kind) for kind in inner)
-    if origin is tuple:
-        kinds = inner[:1] * len(value) if isinstance(value, list) and inner[-1] is ... else inner
-        return isinstance(value, list) and len(value) == len(kinds) and all(map(_fits, value, kinds))
-    if hint is Path:
-        return isinstance(value, str)
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return type(value) is hint
+        try:
+            values[name] = fitting(value, hints[name])
+        except ValueError:
+            kind = choices(hints[name])
+            raise QptError(f"the config {file} has {name} = {value!r}, which does not fit: it is {kind}") from None
+    of_run = {k: v for k, v in values.items() if k in own}
+    return replace(run, **of_run), replace(method, **{k: v for k, v in values.items() if k not in own})
 
 
 def _peek(args: Sequence[str], flag: str) -> str | None:

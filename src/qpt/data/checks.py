@@ -17,10 +17,21 @@ _RATIO = 1100  # gzip shrinks by 1032 at most
 _SLACK = 2**20  # bytes; a chunk may be larger than the little that is in it
 
 
+def check_continuous(actions: np.dtype[Any]) -> None:
+    """Refuse class indices and one-hot rows, which would pass for numbers; floats may happen to be whole ones."""
+    if actions.kind in "iub":
+        raise QptError(
+            f"actions are stored as {actions} and look like discrete ones; qpt is for continuous actions in [-1, 1], "
+            "so store them as floats if that is what they are"
+        )
+
+
 def check_column(name: str, shape: tuple[int, ...] | None, dtype: np.dtype[Any]) -> None:
     if dtype.kind not in "fiub":
         what = {"O": "objects, strings or references", "S": "strings", "U": "strings", "V": "compound or opaque values"}
         raise QptError(f"{name} holds {what.get(dtype.kind, str(dtype))}; only plain numbers can be read")
+    if name == "actions":
+        check_continuous(dtype)
     if shape is None or len(shape) == 0:
         raise QptError(f"{name} is a single value or empty; it must have one row a step")
     if len(shape) > 2 or (name in _TABLES and len(shape) != 2):

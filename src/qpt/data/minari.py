@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from qpt.data.checks import check_continuous
 from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError, require
 
@@ -65,6 +66,8 @@ def _convert(dataset: Any, source: str, cost_key: str | None, action_bound: floa
         observations = _table(episode.observations, "observations", where)
         if len(observations) != steps + 1:
             raise QptError(f"{where} has {len(observations)} observations for {steps} steps; there must be one more")
+        if isinstance(episode.actions, np.ndarray):
+            check_continuous(episode.actions.dtype)
         costs = _costs(episode.infos, key, steps, where)
         timeouts = np.array(episode.truncations, bool)
         terminals = np.array(episode.terminations, bool)

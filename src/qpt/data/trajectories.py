@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from qpt.data.checks import check_continuous
 from qpt.errors import QptError
 
 Array = npt.NDArray[np.float32]
@@ -64,6 +65,8 @@ class Trajectories:
         """
         if timeouts is None:
             timeouts = np.zeros(np.shape(terminals), bool)
+        actions = np.asarray(actions)
+        check_continuous(actions.dtype)
         obs = _floats("observations", observations, 2)
         act = _floats("actions", actions, 2)
         rew = _floats("rewards", rewards, 1)

@@ -1,0 +1,77 @@
+"""Values of config fields as their declared types have them, or a sentence that names the choices."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from types import EllipsisType, NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from qpt.errors import QptError
+
+_WORDS = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    Path: "a path",
+    NoneType: "None",
+    EllipsisType: "...",
+}
+
+
+def check_fields(config: Any) -> None:
+    """The `__post_init__` of a config: every value fits its field, whichever way it came in."""
+    hints = get_type_hints(type(config))
+    for name in (field.name for field in fields(config)):
+        value = getattr(config, name)
+        try:
+            object.__setattr__(config, name, fitting(value, hints[name]))  # configs are frozen
+        except ValueError:
+            raise QptError(f"{name} is {choices(hints[name])}, not {value!r}") from None
+
+
+def fitting(value: Any, hint: Any) -> Any:
+    """The value as a field of this type holds it, or a ValueError.
+
+    Whole numbers become floats where those are asked for, numpy's scalars Python's own (JSON knows no others), lists
+    tuples and texts paths. Types that none of our configs has are the business of whoever declares them.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        for one in inner:
+            with suppress(ValueError):
+                return fitting(value, one)
+        raise ValueError
+    if kind is tuple and isinstance(value, list | tuple):
+        kinds = inner[:1] * len(value) if inner[-1] is ... else inner
+        return tuple(fitting(each, one) for each, one in zip(value, kinds, strict=True))
+    if hint is float and type(value) is int:
+        return float(value)
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    if kind is Literal:
+        fits = isinstance(value, str) and value in inner
+    elif hint in _WORDS:
+        fits = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+    else:
+        fits = kind is not tuple
+    if not fits:
+        raise ValueError
+    return value
+
+
+def choices(hint: Any) -> str:
+    """What a field of this type may be, in words."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind is tuple:
+        return f"[{', '.join(choices(type(one) if one is ... else one) for one in inner)}]"
+    if kind in (Literal, Union, UnionType):
+        *others, last = map(repr if kind is Literal else choices, inner)
+        return f"{', '.join(others)} or {last}" if others else last
+    return _WORDS.get(hint, str(hint))
