@@ -178,3 +178,22 @@ def test_the_command_line_trains_several(tmp_path: Path, capsys: pytest.CaptureF
     assert main([*args, str(tmp_path / "one"), "--seed", "4"]) == 0
     assert json.loads((tmp_path / "one" / "run.json").read_text())["seed"] == 4
     assert capsys.readouterr().out.count("done at step 1") == 3
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_a_seed_whose_disk_is_full_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: dict[int, dict[str, Any]]
+) -> None:
+    first, *others = SEEDS
+    start = Session._start_files
+
+    def full(self: Session) -> None:
+        start(self)
+        if self.config.seed == first:
+            (self.config.out / "metrics.jsonl").symlink_to("/dev/full")
+
+    monkeypatch.setattr(Session, "_start_files", full)
+    with pytest.raises(QptError, match=r"1 of 3 seeds failed.*No space left"):
+        train_seeds(config(tmp_path, seeds=SEEDS), tiny_data())
+    for seed in others:
+        assert left_behind(tmp_path / f"seed{seed}") == alone[seed]

@@ -31,6 +31,7 @@ from qpt.algorithms.bc import BC, BCConfig
 from qpt.algorithms.qpt import QPT, QPTConfig
 from qpt.errors import QptError
 from qpt.policy import Policy
+from qpt.session import Session
 from qpt.training import TrainConfig, best_evaluation, train
 
 TINY = QPTConfig(steps=30, batch_size=4, width=8, layers=1, heads=2, context=3, critic_width=8)
@@ -354,15 +355,6 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path: Path, monkeypatch: p
     assert not hidden(run)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"keep": 0}, {"log_every": 0}, {"checkpoint_every": 0}, {"eval_every": -1}, {"seed": -1}, {"seeds": (-1,)}],
-)
-def test_numbers_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(QptError, match="at least"):
-        TrainConfig(**wrong)
-
-
 def test_old_checkpoints_are_rotated_out(tmp_path: Path) -> None:
     run = train(config(tmp_path / "run", keep=3), tiny_data()).folder
     assert [p.name for p in checkpoint.checkpoints(run)] == [f"step-{n:09d}" for n in (20, 25, 30)]
@@ -484,3 +476,51 @@ def test_a_device_is_one_that_is_there_and_becomes_the_current_one(monkeypatch: 
     for name in ("cuda", "cuda:1"):
         training._prepare(training._device(name), TrainConfig(task="BallCircle"))
     assert current == [torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"keep": 0}, "--keep is a whole number of at least 1"),
+        ({"log_every": 0}, "--log-every is a whole number of at least 1"),
+        ({"checkpoint_every": 0}, "--checkpoint-every is a whole number of at least 1"),
+        ({"eval_every": -1}, "--eval-every is a whole number of at least 0"),
+        ({"eval_limits": (5.0, 5.0)}, "--eval-limits are different numbers"),
+        ({"eval_limits": (5.0, -1.0)}, "--eval-limits are different numbers"),
+        ({"eval_limits": ()}, "--eval-limits are different numbers"),
+        ({"eval_episodes": 0}, "--eval-episodes is a whole number of at least 1"),
+        ({"threads": 0}, "--threads is a whole number of at least 1"),
+        ({"seed": 2**63}, "seeds are whole numbers from 0"),
+        ({"seeds": (0, -1)}, "seeds are whole numbers from 0"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(QptError, match=message):
+        config(tmp_path, **changes)
+
+
+def test_a_failing_evaluation_costs_no_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise QptError("the simulator is broken")
+
+    settings = {"task": "BallCircle", "eval_every": 3, "checkpoint_every": 10**6}
+    monkeypatch.setattr(Session, "_evaluate", broken)
+    data = tiny_data()
+    with pytest.raises(QptError, match="the simulator is broken"):
+        train(config(tmp_path / "cut", **settings), data)
+    assert checkpoint.read_manifest(checkpoint.resolve(tmp_path / "cut"))["step"] == 3
+    monkeypatch.setattr(Session, "_evaluate", lambda *_: None)
+    train(config(tmp_path / "cut", **settings, resume=True), data)
+    train(config(tmp_path / "whole", **settings), data)
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+
+
+def test_a_run_goes_on_only_on_its_kind_of_device_and_knows_its_metrics(tmp_path: Path) -> None:
+    whole = train(config(tmp_path), tiny_data())
+    assert train(config(tmp_path, resume=True), tiny_data()).metrics == whole.metrics  # it was finished
+    file = checkpoint.resolve(tmp_path) / checkpoint.MANIFEST
+    manifest = json.loads(file.read_text()) | {"device": "cuda"}
+    del manifest["checksum"]
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(QptError, match="began on cuda; resume it with --device cuda"):
+        train(config(tmp_path, resume=True), tiny_data())

@@ -89,12 +89,15 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name, least in (("keep", 1), ("log_every", 1), ("checkpoint_every", 1), ("eval_every", 0), ("seed", 0)):
-            if getattr(self, name) < least:
-                flag = f"--{name.replace('_', '-')}"
-                raise QptError(f"{flag} is a whole number of at least {least}, not {getattr(self, name)}")
-        if any(seed < 0 for seed in self.seeds):
-            raise QptError("--seeds are whole numbers of at least 0")
+        for name in ("keep", "log_every", "checkpoint_every", "eval_episodes", "threads", "eval_every"):
+            least, value = int(name != "eval_every"), getattr(self, name)
+            if value is not None and value < least:
+                raise QptError(f"--{name.replace('_', '-')} is a whole number of at least {least}, not {value}")
+        if not all(0 <= seed < 2**63 for seed in (self.seed, *self.seeds)):
+            raise QptError("seeds are whole numbers from 0 to 2**63 - 1")
+        limits = self.eval_limits
+        if len(set(limits)) < len(limits) or not all(0 <= limit < math.inf for limit in limits) or not limits:
+            raise QptError(f"--eval-limits are different numbers of at least 0, not {', '.join(map(str, limits))}")
 
 
 class Session:

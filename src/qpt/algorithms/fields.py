@@ -23,6 +23,9 @@ _WORDS = {
 }
 
 
+COUNTS = ("steps", "batch_size", "context", "width", "layers", "heads", "critic_width", "candidates", "n_step")
+
+
 def check_fields(config: Any) -> None:
     """The `__post_init__` of a config: every value fits its field, whichever way it came in."""
     hints = get_type_hints(type(config))
@@ -32,6 +35,10 @@ def check_fields(config: Any) -> None:
             object.__setattr__(config, name, fitting(value, hints[name]))  # configs are frozen
         except ValueError:
             raise QptError(f"{name} is {choices(hints[name])}, not {value!r}") from None
+        if name in COUNTS and value is not None and value < 1:
+            raise QptError(f"{name} must be at least 1, not {value}")
+    if "heads" in hints and "layers" in hints and config.width % config.heads:  # of a transformer
+        raise QptError(f"the width must be a multiple of the heads, but {config.width} is not one of {config.heads}")
 
 
 def fitting(value: Any, hint: Any) -> Any:

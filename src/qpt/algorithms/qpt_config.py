@@ -187,13 +187,6 @@ class QPTConfig:
         check_fields(self)
         if self.budget_critics and self.bootstrap != "expectile":
             raise QptError('budget critics need bootstrap "expectile"; add --no-budget-critics, or leave it so')
-        if self.width % self.heads:
-            raise QptError(f"the width must be a multiple of the heads, but {self.width} is not one of {self.heads}")
-        for name in ("steps", "batch_size", "context", "width", "layers", "heads", "critic_width", "candidates"):
-            if getattr(self, name) < 1:
-                raise QptError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.n_step is not None and self.n_step < 1:
-            raise QptError(f"n_step must be at least 1 (None: the whole window), not {self.n_step}")
         if self.support < 0:
             raise QptError(f"support is a ratio of likelihoods, at least 0, not {self.support:g}")
         if self.history is not None and not 1 <= self.history <= self.context:
