@@ -126,6 +126,20 @@ def test_policy_refuses_misuse_in_a_sentence() -> None:
         clamped.observe([0], [0])
 
 
+def test_a_decision_waits_for_its_outcome_whichever_rows_are_next() -> None:
+    policy, seen = policy_of(make(candidates=1)[0], 2), np.zeros((2, 3))
+    policy.act(seen, [True, False])
+    with pytest.raises(QptError, match="observe"):  # or what row 0 spends would never count
+        policy.act(seen, [False, True])
+    policy.observe([0, 0], [3, 9])
+    assert policy.spent.tolist() == [3, 0]
+    policy.act(seen, [True, False])
+    policy.restart([0])  # nothing is waited for any more
+    policy.act(seen, [False, True])
+    policy.observe([0, 0], [9, 2])
+    assert policy.spent.tolist() == [0, 2]
+
+
 def test_a_limit_of_0_is_a_limit_and_is_kept_by_a_restart() -> None:
     method, _ = make(candidates=1)
     policy = Policy(method.eval(), trained_limit=7.0, dtype=torch.float64)

@@ -148,8 +148,8 @@ class Running(ABC):
             raise QptError(f"act needs {self.count} active flags, one for each row, not {list(running.shape)}")
         if not np.isfinite(seen[running]).all():
             raise QptError("an observation holds NaN or infinite values; the policy cannot decide on it")
-        if self._acted is not None and (self._acted & running).any():
-            raise QptError("observe(rewards, costs) must follow act before the next act")
+        if self._acted is not None and self._acted.any():
+            raise QptError("observe(rewards, costs) must follow act before the next act, also one of other rows")
         if self.past_horizon == "error" and (self._step[running] >= self.horizon).any():
             raise QptError(
                 f"an episode is past the horizon of {self.horizon} steps that the policy was trained for; "
