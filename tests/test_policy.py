@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ import torch
 from qpt.algorithms import candidates
 from qpt.algorithms.base import Context
 from qpt.algorithms.qpt import QPT
+from qpt.checkpoint import MANIFEST
 from qpt.errors import QptError
-from qpt.policy import Policy, _Away
+from qpt.policy import Policy, _Away, load_policy
 from test_qpt import make
 
 
@@ -138,6 +140,14 @@ def test_a_decision_waits_for_its_outcome_whichever_rows_are_next() -> None:
     policy.act(seen, [False, True])
     policy.observe([0, 0], [9, 2])
     assert policy.spent.tolist() == [0, 2]
+
+
+def test_choices_that_do_not_exist_are_named(tmp_path: Path) -> None:
+    with pytest.raises(QptError, match='past_horizon is "error" or "clamp", not \'wrap\''):
+        Policy(make()[0], past_horizon="wrap")  # type: ignore[arg-type]
+    (tmp_path / MANIFEST).touch()  # also where there is nothing to choose
+    with pytest.raises(QptError, match='which is "last" or "best", not \'first\''):
+        load_policy(tmp_path, which="first")  # type: ignore[arg-type]
 
 
 def test_a_limit_of_0_is_a_limit_and_is_kept_by_a_restart() -> None:

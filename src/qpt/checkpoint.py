@@ -166,6 +166,8 @@ def checkpoints(run: Path) -> list[Path]:
 def resolve(path: str | Path, which: str = "last") -> Path:
     """The checkpoint folder that `path` means: itself, or the last or best one of a run folder."""
     path = Path(path)
+    if which not in ("last", "best"):
+        raise QptError(f'which is "last" or "best", not {which!r}')
     if (path / MANIFEST).exists():
         return path
     if which == "best":

@@ -31,6 +31,8 @@ class Running(ABC):
         past_horizon: Literal["error", "clamp"],
         dtype: type[np.floating[Any]] = np.float32,
     ) -> None:
+        if past_horizon not in ("error", "clamp"):
+            raise QptError(f'past_horizon is "error" or "clamp", not {past_horizon!r}')
         self.observation_dim, self.action_dim = sizes
         self.context, self.horizon = context, horizon
         self.limit_mode, self.trained_limit, self.past_horizon = limit_mode, trained_limit, past_horizon
