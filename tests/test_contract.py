@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from helpers import tiny_data
 from qpt.algorithms.base import Spec, algorithm_classes, algorithm_names, config_from
 from qpt.algorithms.bc import BCConfig
+from qpt.algorithms.fields import fitting
 from qpt.algorithms.qpt_config import QPTConfig
 from qpt.checkpoint import MODEL, load_algorithm, resolve
 from qpt.errors import QptError
@@ -204,8 +205,12 @@ def test_the_sentence_names_the_field_the_value_and_the_choices(field: str, wron
 def test_what_means_the_same_is_taken() -> None:
     config = QPTConfig(lr=1, betas=[0, np.float32(0.5)], frugality=np.float64(0.5), n_step=np.int32(2))  # type: ignore[arg-type]
     assert repr((config.lr, config.betas, config.frugality, config.n_step)) == "(1.0, (0.0, 0.5), 0.5, 2)"
-    run = TrainConfig(out="runs/x", seeds=[1, 2], eval_limits=(5,))  # type: ignore[arg-type]
+    run = TrainConfig(out="runs/x", seeds=range(1, 3), eval_limits=[5])  # type: ignore[arg-type]
     assert (run.out, run.seeds, repr(run.eval_limits)) == (Path("runs/x"), (1, 2), "(5.0,)")
+    # Types that a method of one's own may have.
+    assert [fitting(2, Literal[1, 2]), fitting({"a": 1}, dict[str, int]), fitting(1j, Any)] == [2, {"a": 1}, 1j]
+    with pytest.raises(ValueError, match=r"^$"):
+        fitting(True, Literal[1, 2])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -519,6 +519,8 @@ def damage(facts: str, side: Path, **changes: Any) -> Path:
 
 def test_misuse_gets_a_sentence(exported: tuple[Path, Export]) -> None:
     policy = OnnxPolicy(exported[1].graph)
+    with pytest.raises(QptError, match="past_horizon is 'error' or 'clamp'"):
+        OnnxPolicy(exported[1].graph, past_horizon="wrap")  # type: ignore[arg-type]
     with pytest.raises(QptError, match="reset"):
         policy.act(np.zeros((1, 3)))
     with pytest.raises(QptError, match="reset"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ import torch
 from qpt.algorithms import candidates
 from qpt.algorithms.base import Context
 from qpt.algorithms.qpt import QPT
+from qpt.checkpoint import MANIFEST
 from qpt.errors import QptError
-from qpt.policy import Policy, _Away
+from qpt.policy import Policy, _Away, load_policy
 from test_qpt import make
 
 
@@ -95,6 +97,9 @@ def test_policy_refuses_misuse_in_a_sentence() -> None:
         policy.observe([0], [0])
     with pytest.raises(QptError, match="reset"):
         policy.set_cost_limit(1.0)
+    for fact in ("cost_limits", "return_targets", "spent", "diagnostics"):
+        with pytest.raises(QptError, match=r"call reset\(n\) first"):
+            getattr(policy, fact)()
     policy.reset(2, cost_limits=1.0)
     with pytest.raises(QptError, match="row -1 does not exist"):
         policy.restart([-1, 0])
@@ -111,6 +116,9 @@ def test_policy_refuses_misuse_in_a_sentence() -> None:
         policy.act(np.zeros((2, 3)))
     with pytest.raises(QptError, match="NaN or infinite"):
         policy.observe([0, np.nan], [0, 0])
+    with pytest.raises(QptError, match="costs must not be negative, but one is -2"):
+        policy.observe([0, 0], [1, -2])
+    assert policy.spent.tolist() == [0, 0]
     policy.observe([0, 0], [0, 0])
     with pytest.raises(QptError, match="no decision"):
         policy.observe([0, 0], [0, 0])
@@ -124,6 +132,65 @@ def test_policy_refuses_misuse_in_a_sentence() -> None:
     for _ in range(method.spec.horizon + 3):
         clamped.act(np.zeros((1, 3)))
         clamped.observe([0], [0])
+
+
+def test_a_decision_waits_for_its_outcome_whichever_rows_are_next() -> None:
+    policy, seen = policy_of(make(candidates=1)[0], 2), np.zeros((2, 3))
+    policy.act(seen, [True, False])
+    with pytest.raises(QptError, match="observe"):  # or what row 0 spends would never count
+        policy.act(seen, [False, True])
+    policy.observe([0, 0], [3, 9])
+    assert policy.spent.tolist() == [3, 0]
+    policy.act(seen, [True, False])
+    policy.restart([0])  # nothing is waited for any more
+    policy.act(seen, [False, True])
+    policy.observe([0, 0], [9, 2])
+    assert policy.spent.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("begin", "message"),
+    [
+        (lambda p: p.reset(2.5), "whole number of episodes, at least 1, not 2.5"),
+        (lambda p: p.reset(0), "at least 1, not 0"),
+        (lambda p: p.reset(2, cost_limits=[1, 2, 3]), r"at least 0, one for all or one for each of 2, not \[1, 2, 3\]"),
+        (lambda p: p.reset(2, cost_limits=[[1], [2]]), "one for each of 2"),
+        (lambda p: p.reset(2, cost_limits=["a", "b"]), "a cost limit is a finite number"),
+        (lambda p: p.reset(2, cost_limits=[np.inf, 1]), "a cost limit is a finite number"),
+        (lambda p: p.reset(2, return_targets=[1, 2, 3]), "one for each of 2"),
+        (lambda p: p.restart([0], return_targets=[np.nan]), "a return target is a finite number"),
+        (lambda p: p.restart([0], return_targets=-np.inf), "a return target is a finite number"),
+        (lambda p: p.reset(2, seeds=[1, 2, 3]), "a seed is a whole number, one for all or one for each of 2"),
+        (lambda p: p.restart([0], seeds=[0.5]), "a seed is a whole number"),
+        (lambda p: p.restart([0.7]), r"whole numbers or flags, not \[0.7\]"),
+        (lambda p: p.restart([[0, 1]]), "whole numbers or flags"),
+        (lambda p: p.restart([0], cost_limits=-1), "at least 0"),
+    ],
+)
+def test_episodes_that_cannot_begin_get_a_sentence(begin: Any, message: str) -> None:
+    policy = policy_of(make(candidates=1)[0], 2)
+    policy.act(np.zeros((2, 3)))
+    policy.observe([0, 0], [3, 4])
+    with pytest.raises(QptError, match=message):
+        begin(policy)
+    if "restart" in begin.__code__.co_names:  # it has ended no episode
+        assert policy.spent.tolist() == [3, 4]
+
+
+def test_one_value_is_that_of_all_rows_and_no_rows_may_restart() -> None:
+    policy = policy_of(make(candidates=1)[0], 3)
+    policy.restart(np.array([True, False, True]), cost_limits=2, return_targets=[7.0], seeds=np.uint64(5))
+    assert (policy.cost_limits.tolist(), policy.return_targets[[0, 2]].tolist()) == ([2, 10, 2], [7, 7])
+    assert policy._seeds.tolist() == [5, 1, 5]
+    policy.restart([])
+
+
+def test_choices_that_do_not_exist_are_named(tmp_path: Path) -> None:
+    with pytest.raises(QptError, match="past_horizon is 'error' or 'clamp', not 'wrap'"):
+        Policy(make()[0], past_horizon="wrap")  # type: ignore[arg-type]
+    (tmp_path / MANIFEST).touch()  # also where there is nothing to choose
+    with pytest.raises(QptError, match="which is 'last' or 'best', not 'first'"):
+        load_policy(tmp_path, which="first")  # type: ignore[arg-type]
 
 
 def test_a_limit_of_0_is_a_limit_and_is_kept_by_a_restart() -> None:

@@ -385,8 +385,25 @@ def random_context(method: QPT, n: int, seed: int = 0) -> Context:
     )
 
 
-def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor, bool]:
-    """One episode, one candidate at a time, as the paper's inference reads."""
+@torch.no_grad()
+def contested_context(method: QPT, n: int) -> Context:
+    """Episodes in which some candidates pass the test and others fail it, and every third in which all fail.
+
+    The critics are made to see more cost, so that the budgets are above 0.
+    """
+    c, context = method.config, random_context(method, n)
+    method.target_cost_critics.biases[-1].data += 5 * method.cost_scale
+    for _ in range(3):  # what they cost depends a little on the budget
+        aimed, told = candidates.aimed(method, context), candidates.frugal(method, context)
+        cost_q = candidates.score(method, aimed, candidates.propose(method, told, c.candidates))[1]
+        change = cost_q.mean(1) - (c.budget_margin if c.budget_critics else 0.0) - aimed.now(aimed.cost_to_go)
+        context = context._replace(cost_to_go=context.cost_to_go + change[:, None])
+    context.cost_to_go[::3] -= 1
+    return context
+
+
+def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor, float, float, bool]:
+    """One episode, one candidate at a time, as the paper's inference reads: action, Q^r, Q^c, and if none passed."""
     c = method.config
     n = int(context.last[row]) + 1
     spent = context.cost_limit[row] - context.cost_to_go[row, :n]
@@ -439,7 +456,7 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
             qr = min(qr, *(mlp(method.target_reward_critics, i, y).item() for i in (0, 1)))
             y = torch.cat([*blind, one])
             twins = [mlp(method.target_cost_critics, i, y).item() / method.cost_scale for i in (0, 1)]
-            qc = max(qc, min(twins) if c.cost_reduction == "min" else max(twins))
+            qc = max(qc, {"min": min(twins), "max": max(twins), "mean": sum(twins) / 2}[c.cost_reduction])
         limit = cost_to_go[-1].item()
         if c.cost_test == "horizon":
             h = max(method.spec.horizon - int(context.steps[row, n - 1]), 1)
@@ -448,12 +465,14 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
         scored.append((action, qr, qc, ratio))
     likely = [one for one in scored if one[3] >= c.support]
     for action, qr, qc, _ in likely or scored:
-        value = qr if c.selection == "constrained" else -(action - scored[0][0]).norm().item()
-        if qc <= limit + (c.budget_margin if c.budget_critics else 0.0) and value > best_value:
-            best, best_value = action, value
+        near, balance = -(action - scored[0][0]).norm().item(), qr - c.tradeoff * method.reward_scale * qc
+        value = {"constrained": qr, "shield": near, "tradeoff": balance}[c.selection]
+        fits = c.selection == "tradeoff" or qc <= limit + (c.budget_margin if c.budget_critics else 0.0)
+        if fits and value > best_value:
+            best, best_value = (action, qr, qc, False), value
         if qc < least_value:
-            least, least_value = action, qc
-    return (best, False) if best is not None else (least, True)  # type: ignore[return-value]
+            least, least_value = (action, qr, qc, True), qc
+    return best or least  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.3, 1.0])
@@ -492,6 +511,22 @@ def test_candidates_are_told_what_the_target_return_cost() -> None:
     assert (candidates.frugal(method, context).cost_to_go == context.cost_to_go).all()
 
 
+PLAIN: dict[str, Any] = {
+    "candidates": 6,
+    "rtg_noise": 0.5,
+    "ctg_noise": 0.0,
+    "cost_test": "literal",
+    "cost_reduction": "min",
+    "budget_critics": False,
+    "time_critics": False,
+    "action_noise": 0.0,
+    "selection": "constrained",
+    "cost_discount": 0.97,
+    "critic_cost_scale": 1.0,
+}
+DEFAULTS = {name: getattr(QPTConfig(), name) for name in PLAIN} | {"candidates": 6}
+
+
 @pytest.mark.parametrize("noise_mode", ["episode", "step"])
 @pytest.mark.parametrize(
     "extra",
@@ -504,33 +539,28 @@ def test_candidates_are_told_what_the_target_return_cost() -> None:
         {"frugality": None, "ctg_noise": 0.3},
         {"support": 0.9, "ctg_noise": 0.3},
         {"selection": "shield", "ctg_noise": 0.3},
+        {"selection": "tradeoff", "ctg_noise": 0.3, "tradeoff": 0.7},
+        {"cost_reduction": "mean", "ctg_noise": 0.3},
+        DEFAULTS,
     ],
 )
 def test_decisions_equal_the_slow_reference(noise_mode: str, extra: dict[str, Any]) -> None:
-    settings = {
-        "candidates": 6,
-        "rtg_noise": 0.5,
-        "ctg_noise": 0.0,
-        "cost_test": "literal",
-        "cost_reduction": "min",
-        "budget_critics": False,
-        "time_critics": False,
-        "action_noise": 0.0,
-        "selection": "constrained",
-        "cost_discount": 0.97,
-        "critic_cost_scale": 1.0,
-    }
-    method, _ = make(**settings | extra, noise_mode=noise_mode)
+    method, _ = make(**PLAIN | extra, noise_mode=noise_mode)
     method.eval()
-    context = random_context(method, 20)
+    # Budgets that are discounted over the horizon are smaller: none of the contested ones would do.
+    context = (random_context if method.config.cost_test == "horizon" else contested_context)(method, 20)
     with torch.no_grad():
         decision = candidates.decide(method, context)
+        own = candidates.propose(method, candidates.frugal(method, context), 1)[:, 0]
+        found = decision.diagnostics
         for row in range(20):
-            action, fallback = slow_decision(method, context, row)
+            action, *scores, fallback = slow_decision(method, context, row)
             torch.testing.assert_close(decision.actions[row], action, rtol=0, atol=1e-10)
-            assert bool(decision.diagnostics["fallback"][row]) == fallback
-    shares = decision.diagnostics["fallback"].mean().item()
-    assert 0 < shares < 1  # both branches were taken
+            assert [found[name][row].item() for name in ("reward_q", "cost_q")] == pytest.approx(scores, abs=1e-10)
+            assert bool(found["fallback"][row]) == fallback
+    assert (0 < found["fallback"].mean() < 1) == (method.config.selection != "tradeoff")  # both branches were taken
+    others = (decision.actions - own).abs().amax(1) > 1e-10
+    assert ((found["fallback"] == 0) & others).any()  # and not always the first candidate
 
 
 @pytest.mark.parametrize(("history", "alike"), [(1, True), (2, False), (None, False)])

@@ -74,8 +74,8 @@ class Running(ABC):
 
         Without limits the policy's own trained one counts, or 0 for policies that take any.
         """
-        if n < 1:
-            raise QptError(f"reset needs at least one episode, not {n}")
+        if not isinstance(n, int | np.integer) or n < 1:
+            raise QptError(f"reset needs a whole number of episodes, at least 1, not {n}")
         self.count, k = n, self.context
         self._window: dict[str, npt.NDArray[Any]] = {
             "observations": np.zeros((n, k, self.observation_dim), self._dtype),
@@ -101,27 +101,27 @@ class Running(ABC):
     ) -> None:
         """Begin new episodes in the given rows; limits, targets and seeds are kept where none are given."""
         rows = self._rows(indices)
+        if seeds is not None:
+            self._seeds[rows] = _each("a seed is a whole number", seeds, len(rows), np.int64)
+        if return_targets is not None:
+            self._targets[rows] = _each("a return target is a finite number", return_targets, len(rows))
+            self._fixed[rows] = True
+        if cost_limits is None and not self._limited[rows].any():
+            cost_limits = self._default_limit()
+        if cost_limits is not None:
+            self.set_cost_limit(cost_limits, rows)
+        # Last, since what was refused above ends no episode.
         for values in (self._step, self._return, self._cost, self._decisions, *self._window.values()):
             values[rows] = 0
         for values in self._sums.values():
             values[rows] = 0
         if self._acted is not None:
             self._acted[rows] = False
-        if seeds is not None:
-            self._seeds[rows] = np.asarray(seeds)
-        if return_targets is not None:
-            self._targets[rows], self._fixed[rows] = np.asarray(return_targets, float), True
-        if cost_limits is None and not self._limited[rows].any():
-            cost_limits = self._default_limit()
-        if cost_limits is not None:
-            self.set_cost_limit(cost_limits, rows)
 
     def set_cost_limit(self, cost_limit: npt.ArrayLike, indices: npt.ArrayLike | None = None) -> None:
         """Set the limit on the whole episode's cost, of all rows or of some, from the next decision on."""
         rows = self._rows(np.arange(self.count) if indices is None else indices)
-        limits = np.broadcast_to(np.asarray(cost_limit, float), rows.shape)
-        if not np.isfinite(limits).all() or (limits < 0).any():
-            raise QptError(f"a cost limit is a number of at least 0, not {np.asarray(cost_limit)}")
+        limits = _each("a cost limit is a finite number of at least 0", cost_limit, len(rows), least=0)
         trained = self.trained_limit if self.limit_mode == "trained" else None
         if trained is not None and not np.allclose(limits, trained):
             raise QptError(
@@ -138,8 +138,7 @@ class Running(ABC):
 
     def act(self, observations: npt.ArrayLike, active: npt.ArrayLike | None = None) -> Floats:
         """Actions of all rows [n, A]; rows that are not active do not move on and get zeros."""
-        if self.count == 0:
-            raise QptError("call reset(n) before act")
+        self._begun()
         seen = np.asarray(observations, self._dtype)
         if seen.shape != (self.count, self.observation_dim):
             raise QptError(
@@ -150,8 +149,8 @@ class Running(ABC):
             raise QptError(f"act needs {self.count} active flags, one for each row, not {list(running.shape)}")
         if not np.isfinite(seen[running]).all():
             raise QptError("an observation holds NaN or infinite values; the policy cannot decide on it")
-        if self._acted is not None and (self._acted & running).any():
-            raise QptError("observe(rewards, costs) must follow act before the next act")
+        if self._acted is not None and self._acted.any():
+            raise QptError("observe(rewards, costs) must follow act before the next act, also one of other rows")
         if self.past_horizon == "error" and (self._step[running] >= self.horizon).any():
             raise QptError(
                 f"an episode is past the horizon of {self.horizon} steps that the policy was trained for; "
@@ -208,10 +207,13 @@ class Running(ABC):
                 f"observe needs {self.count} rewards and costs, not {list(reward.shape)} and {list(cost.shape)}"
             )
         rows = self._acted
-        if not (np.isfinite(reward[rows]).all() and np.isfinite(cost[rows]).all()):
+        reward, cost = reward[rows], cost[rows]
+        if not (np.isfinite(reward).all() and np.isfinite(cost).all()):
             raise QptError("a reward or cost is NaN or infinite; what is left of the limit would be unknown")
-        self._return[rows] += reward[rows]
-        self._cost[rows] += cost[rows]
+        if (cost < 0).any():
+            raise QptError(f"costs must not be negative, but one is {cost.min():g}; a cost is what a limit bounds")
+        self._return[rows] += reward
+        self._cost[rows] += cost
         self._step[rows] += 1
         self._acted = None
 
@@ -220,27 +222,49 @@ class Running(ABC):
     @property
     def cost_limits(self) -> Doubles:
         """What the policy is told: internal limits, where they are calibrated."""
+        self._begun()
         return self._limits.copy()
 
     @property
     def return_targets(self) -> Doubles:
+        self._begun()
         return self._targets.copy()
 
     @property
     def spent(self) -> Doubles:
         """Cost of each running episode so far."""
+        self._begun()
         return self._cost.copy()
 
     def diagnostics(self) -> dict[str, Doubles]:
         """Means over the running episodes' decisions; `fallback_share` is how often no candidate was feasible."""
+        self._begun()
         count = np.maximum(self._decisions, 1)
         return {("fallback_share" if k == "fallback" else k): v / count for k, v in self._sums.items()}
 
-    def _rows(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    def _begun(self) -> None:
         if self.count == 0:
             raise QptError("call reset(n) first")
+
+    def _rows(self, indices: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        self._begun()
         rows = np.atleast_1d(np.asarray(indices))
+        if rows.ndim > 1 or (rows.size and rows.dtype.kind not in "biu"):  # an empty list is one of floats
+            raise QptError(f"rows are whole numbers or flags, not {rows}")
         rows = np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.int64)
         if (wrong := rows[(rows < 0) | (rows >= self.count)]).size:
             raise QptError(f"there are {self.count} episodes; row {int(wrong[0])} does not exist")
         return rows
+
+
+def _each(
+    what: str, values: Any, count: int, kind: npt.DTypeLike = np.float64, least: float = -np.inf
+) -> npt.NDArray[Any]:
+    """The values of so many rows, where one value is that of all; refused unless they are what they must be."""
+    try:
+        found = np.broadcast_to(np.asarray(values).astype(kind, casting="same_kind"), count)
+    except (TypeError, ValueError):  # no such numbers, or not so many
+        found = np.full(1, np.nan)
+    if not (np.isfinite(found) & (found >= least)).all():
+        raise QptError(f"{what}, one for all or one for each of {count}, not {values}")
+    return found

@@ -259,7 +259,7 @@ def choose(
     else:
         budget = context.now(context.cost_to_go)
         if c.cost_test == "horizon":
-            remaining = (method.spec.horizon - context.now(context.steps)).clamp(min=1)
+            remaining = (method.spec.horizon - context.now(context.steps)).clamp(min=1).to(budget.dtype)
             budget = discounted_limit(budget.clamp(min=0), remaining, c.cost_discount)
         margin = c.budget_margin if c.budget_critics else 0.0
         feasible = cost_q + c.test_offset <= budget[:, None] + margin

@@ -55,7 +55,7 @@ def fitting(value: Any, hint: Any) -> Any:
             with suppress(ValueError):
                 return fitting(value, one)
         raise ValueError
-    if kind is tuple and isinstance(value, list | tuple):
+    if kind is tuple and isinstance(value, list | tuple | range):
         kinds = inner[:1] * len(value) if inner[-1] is ... else inner
         return tuple(fitting(each, one) for each, one in zip(value, kinds, strict=True))
     if hint is float and type(value) is int:
@@ -63,7 +63,7 @@ def fitting(value: Any, hint: Any) -> Any:
     if hint is Path and isinstance(value, str):
         return Path(value)
     if kind is Literal:
-        fits = isinstance(value, str) and value in inner
+        fits = any(type(value) is type(one) and value == one for one in inner)
     elif hint in _WORDS:
         fits = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
     else:
