@@ -397,7 +397,7 @@ def test_the_command_writes_a_summary_that_any_reader_takes(
 def test_a_dead_worker_is_replaced_and_one_failure_stops_nothing(toy: dict[str, str], tmp_path: Path) -> None:
     root = tmp_path / "root"
     (killed,) = jobs_of(toy, "mortal", overrides={**TINY, "grave": str(tmp_path / "grave")})
-    (fails,) = jobs_of(toy, "bc-safe", overrides={**TINY, "mode": "boundary", "batch_size": 0})
+    (fails,) = jobs_of(toy, "bc-safe", overrides={**TINY, "lr": 1e30})
     bench = run_jobs([killed, fails], root, local_executor(2), show="none")
     assert list(bench.failures) == [fails.key]
     assert len(bench.incidents) == 1

@@ -139,14 +139,16 @@ def test_trackers_are_ended_when_a_run_fails(
     assert (board.ended, wandb.ended) == (1, 1)
 
 
-@pytest.mark.parametrize(("flag", "module"), [("tensorboard", "tensorboard"), ("wandb", "wandb")])
+@pytest.mark.parametrize(
+    ("flag", "value", "module"), [("tensorboard", True, "tensorboard"), ("wandb", "project", "wandb")]
+)
 def test_a_missing_package_is_told_before_anything_is_written(
-    flag: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flag: str, value: Any, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # cannot be imported
     out = tmp_path / "run"
     with pytest.raises(QptError, match=rf"^{module} is needed .*pip install 'qpt\[trackers\]'$"):
-        train(config(out, **{flag: "project"}), tiny_data())
+        train(config(out, **{flag: value}), tiny_data())
     assert not out.exists()
     train(config(out, 2), tiny_data())  # the next try is not told that there is a run
 

@@ -124,14 +124,18 @@ def progress(enabled: bool, name: str, first: int, total: int) -> Iterator[Calla
         TimeRemainingColumn(table_column=whole),
     )
     task = bar.add_task(name, total=total, completed=first, rate="")
-    with Live(bar) as screen:
-        began = time.perf_counter()
+    screen, began = Live(bar), time.perf_counter()
 
-        def show(step: int, metrics: dict[str, float]) -> None:
-            rate = (step - first) / max(time.perf_counter() - began, 1e-9)
-            shown = [k for k in metrics if "loss" in k or k.endswith("imitation")]
-            losses = " ".join(f"{k.split('/')[-1]} {metrics[k]:.3g}" for k in shown)
-            bar.update(task, completed=step, rate=f"{rate:.1f} steps/s")
-            screen.update(Group(bar, losses))  # below the bar: their length is the method's
+    def show(step: int, metrics: dict[str, float]) -> None:
+        rate = (step - first) / max(time.perf_counter() - began, 1e-9)
+        shown = [k for k in metrics if "loss" in k or k.endswith("imitation")]
+        losses = " ".join(f"{k.split('/')[-1]} {metrics[k]:.3g}" for k in shown)
+        bar.update(task, completed=step, rate=f"{rate:.1f} steps/s")
+        screen.update(Group(bar, losses))  # below the bar: their length is the method's
 
-        yield show
+    try:
+        with screen:
+            yield show
+    finally:
+        if not screen.console.is_interactive:  # in a file the last line would be left open
+            screen.console.print()

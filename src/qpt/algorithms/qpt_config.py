@@ -14,7 +14,7 @@ Reduction = Literal["min", "max", "mean"]
 
 @dataclass(frozen=True)
 class QPTConfig:
-    """Every choice of QPT; the defaults are what measured best on the data sets of docs/results.md."""
+    """Every choice of QPT; docs/methods/qpt.md says how each default was measured."""
 
     # -- size of the run
     steps: int = 30_000
