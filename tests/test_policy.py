@@ -230,3 +230,20 @@ def travel(policy: Policy, context: Context) -> Any:
     """As on CUDA, with a device that is the host."""
     policy._away = policy._away or _Away((), policy.method, torch.device("cpu"), context)
     return policy._away.act(context)
+
+
+def test_a_decision_that_failed_can_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in a notebook, or a GPU without memory: the same step is not taken for the next one."""
+    method, _ = make(candidates=1)
+    whole, cut = policy_of(method, 2), policy_of(method, 2)
+    rng = np.random.default_rng(0)
+    for t in range(9):
+        seen = rng.normal(size=(2, 3))
+        if t in (1, 7):  # before and after the window is full
+            with monkeypatch.context() as patch:
+                patch.setattr(cut, "_ask", lambda _: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    cut.act(rng.normal(size=(2, 3)))
+        np.testing.assert_array_equal(cut.act(seen), whole.act(seen), err_msg=str(t))
+        for policy in (cut, whole):
+            policy.observe([1, 2], [0, 1])

@@ -89,6 +89,7 @@ class Running(ABC):
         self._fixed, self._limited = np.zeros(n, bool), np.zeros(n, bool)  # the target, the limit was given
         self._sums: dict[str, Doubles] = {}
         self._acted: npt.NDArray[np.bool_] | None = None
+        self._shown = np.zeros(n, bool)  # the window holds the current step already: its decision failed, and may again
         self.restart(np.arange(n), cost_limits=cost_limits, return_targets=return_targets, seeds=seeds)
 
     def restart(
@@ -115,6 +116,7 @@ class Running(ABC):
             values[rows] = 0
         for values in self._sums.values():
             values[rows] = 0
+        self._shown[rows] = False
         if self._acted is not None:
             self._acted[rows] = False
 
@@ -167,7 +169,7 @@ class Running(ABC):
 
     def _advance(self, seen: npt.NDArray[Any], running: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
         """Move the windows of running rows on by one step: a full window loses its oldest step."""
-        full = running & (self._step >= self.context)
+        full = running & (self._step >= self.context) & ~self._shown
         if full.any():
             for values in self._window.values():
                 values[full, :-1] = values[full, 1:]
@@ -181,6 +183,7 @@ class Running(ABC):
         }
         for name, values in now.items():
             self._window[name][running, last[running]] = values[running]
+        self._shown |= running
         return last
 
     def _seen(self, last: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
@@ -215,6 +218,7 @@ class Running(ABC):
         self._return[rows] += reward
         self._cost[rows] += cost
         self._step[rows] += 1
+        self._shown[rows] = False
         self._acted = None
 
     # -- facts ---------------------------------------------------------------------------------------------------------
