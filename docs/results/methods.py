@@ -26,7 +26,6 @@ SAMPLES = 4000  # of a bootstrap
 ROWS = {  # row of a table: name, colour, marker. Colours that stay apart for colour-blind readers, warm ones for QPT.
     "qpt": ("QPT", "#cc3311", "*"),
     "qpt-fresh": ("QPT, new seeds", "#ff5544", "*"),
-    "qpt-fresh/single": ("QPT, new seeds, one candidate", "#ffaa77", "P"),
     "qpt/critics": ("QPT, chosen by Q^r", "#991100", "*"),
     "qpt/single": ("QPT, one candidate", "#ee7733", "P"),
     "qpt/narrow": ("QPT, 5 %, by Q^r", "#ddaa33", "X"),
