@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from functools import cache
@@ -200,6 +202,38 @@ def test_the_sentence_names_the_field_the_value_and_the_choices(field: str, wron
         assert str(caught.value) == sentence
     with pytest.raises(QptError, match="precision is 'auto', 'fp32' or 'bf16', not 'fp16'"):
         TrainConfig(precision="fp16")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_field_takes_what_is_not_a_number(name: str) -> None:
+    config = algorithm_classes(name)[1]()
+    numbers = [field.name for field in fields(config) if isinstance(getattr(config, field.name), float)]
+    assert numbers
+    for field, wrong in itertools.product(numbers, (math.nan, math.inf, -math.inf, np.float32(math.nan))):
+        with pytest.raises(QptError, match=f"^{field} is a number.*, not "):
+            replace(config, **{field: wrong})
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "rule"),
+    [
+        ("dropout", 2.0, "from 0 to 1"),
+        ("ema", -0.5, "from 0 to 1"),
+        ("cost_expectile", 1.5, "from 0 to 1"),
+        ("lr", -1e-3, "at least 0"),
+        ("critic_lr", -1e-3, "at least 0"),
+        ("clip", -1.0, "at least 0"),  # a step would go uphill
+        ("warmup", -1, "at least 0"),
+        ("rtg_noise", -0.1, "at least 0"),
+        ("return_scale", 0.0, "above 0"),  # it would count as None
+        ("critic_cost_scale", -1.0, "above 0"),
+        ("normalizer_floor", 0.0, "above 0"),
+        ("betas", (0.9, 1.0), "from 0 to below 1"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(field: str, wrong: Any, rule: str) -> None:
+    with pytest.raises(QptError, match=f"^{field} must be {rule}, not "):
+        replace(QPTConfig(), **{field: wrong})
 
 
 def test_what_means_the_same_is_taken() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -24,6 +25,16 @@ _WORDS = {
 
 
 COUNTS = ("steps", "batch_size", "context", "width", "layers", "heads", "critic_width", "candidates", "n_step")
+# Numbers whose names mean the same in every config; beyond these a step climbs, or a value means nothing.
+SHARES = (
+    *("dropout", "attention_dropout", "condition_dropout", "ema", "critic_ema", "ema_rate", "target_rate"),
+    *("expectile", "reward_expectile", "cost_expectile"),
+)
+SIZES = (
+    *("weight_decay", "clip", "critic_clip", "warmup", "cost_ceiling"),
+    *("rtg_noise", "ctg_noise", "action_noise", "test_radius"),
+)
+SCALES = ("return_scale", "cost_scale", "reward_scale", "critic_cost_scale", "normalizer_floor")
 
 
 def check_fields(config: Any) -> None:
@@ -35,10 +46,23 @@ def check_fields(config: Any) -> None:
             object.__setattr__(config, name, fitting(value, hints[name]))  # configs are frozen
         except ValueError:
             raise QptError(f"{name} is {choices(hints[name])}, not {value!r}") from None
-        if name in COUNTS and value is not None and value < 1:
-            raise QptError(f"{name} must be at least 1, not {value}")
+        if value is not None and (rule := _broken_rule(name, value)):
+            raise QptError(f"{name} must be {rule}, not {value}")
     if "heads" in hints and "layers" in hints and config.width % config.heads:  # of a transformer
         raise QptError(f"the width must be a multiple of the heads, but {config.width} is not one of {config.heads}")
+
+
+def _broken_rule(name: str, value: Any) -> str:
+    """What a number of this name must be and this one is not."""
+    if name in COUNTS and value < 1:
+        return "at least 1"
+    if name in SHARES and not 0 <= value <= 1:
+        return "from 0 to 1"
+    if (name in SIZES or name.endswith("lr")) and value < 0:
+        return "at least 0"
+    if name in SCALES and value <= 0:
+        return "above 0"
+    return "from 0 to below 1" if name == "betas" and not all(0 <= one < 1 for one in value) else ""
 
 
 def fitting(value: Any, hint: Any) -> Any:
@@ -66,6 +90,7 @@ def fitting(value: Any, hint: Any) -> Any:
         fits = any(type(value) is type(one) and value == one for one in inner)
     elif hint in _WORDS:
         fits = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+        fits = fits and not (hint is float and not math.isfinite(value))
     else:
         fits = kind is not tuple
     if not fits:
