@@ -124,6 +124,15 @@ def test_policy_loss_equals_its_equation() -> None:
     assert method.policy_loss(batch, actions, sizes)[0].item() == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize("normalizer", ["batch", "data"])
+def test_a_weight_stays_bounded_where_cost_is_never_seen(normalizer: str) -> None:
+    method, batch = make(eta_reward=0.0, eta_cost=0.3, cost_term="all", normalizer=normalizer, normalizer_floor=0.02)
+    method.spec = replace(method.spec, mean_cost_to_go=1e-9)
+    loss, metrics = method.policy_loss(batch, method.policy(batch), torch.tensor([1.0, 1e-9]).double())
+    expected = metrics["policy/imitation"] + 0.3 * metrics["policy/cost_q"] / 0.02
+    torch.testing.assert_close(loss, expected)
+
+
 def test_the_policy_step_leaves_critics_alone_and_the_critic_step_the_policy() -> None:
     method, batch = make(train_with_reward_critic=True, eta_reward=1.0)
     method = method.float()

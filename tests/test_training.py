@@ -170,6 +170,26 @@ def test_what_kills_left_behind_is_deleted_when_a_run_is_taken_up(tmp_path: Path
     assert sorted(hidden(out)) == [".episodes.csv.0a1b2c3d.tmp", ".notes"]
 
 
+def test_a_file_that_is_of_no_run_stays(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("mine")
+    for resume, message in ((False, "holds a file metrics.csv that is of no run"), (True, "nothing to resume")):
+        with pytest.raises(QptError, match=message):
+            train(config(tmp_path, resume=resume), tiny_data())
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("metrics.csv", "mine")]
+
+
+def test_a_config_of_another_kind_gets_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(QptError, match="train takes a TrainConfig, not a QPTConfig"):
+        train(TINY, tiny_data())  # type: ignore[arg-type]
+    for name, given, message in (
+        ("bc-safe", TINY, "bc-safe takes a BCConfig as its config, not a QPTConfig"),
+        ("qpt", {"steps": 3}, "qpt takes a QPTConfig as its config, not a dict"),
+        ("qpt", {}, "qpt takes a QPTConfig as its config, not a dict"),
+    ):
+        with pytest.raises(QptError, match=message):
+            train(config(tmp_path, algorithm=name, config=given), tiny_data())
+
+
 def test_an_interrupt_saves_and_stops(tmp_path: Path) -> None:
     out = tmp_path / "run"
     code = textwrap.dedent(SCRIPT.format(tests=str(Path(__file__).parent), out=str(out))).replace(
@@ -221,10 +241,21 @@ def test_damaged_and_foreign_checkpoints_get_a_sentence(tmp_path: Path) -> None:
         copy = broken(name, change)
         with pytest.raises(QptError, match=message):
             train(config(copy, config=replace(TINY, steps=10), resume=True), data)
+    copy = Path(shutil.copytree(run, tmp_path / "last"))
+    train(config(copy, config=replace(TINY, steps=10), resume=True), data)
+    flip(checkpoint.resolve(copy) / checkpoint.MODEL)
+    with pytest.raises(QptError, match="to --resume from it, delete this one"):
+        train(config(copy, config=replace(TINY, steps=10), resume=True), data)
+    shutil.rmtree(checkpoint.resolve(copy))
+    assert train(config(copy, config=replace(TINY, steps=10), resume=True), data).step == 10  # as the sentence says
     with pytest.raises(QptError, match="began with other data"):
         train(config(run, config=replace(TINY, steps=10), resume=True), tiny_data(seed=5))
     with pytest.raises(QptError, match=r"other settings \(lr\)"):
         train(config(run, config=replace(TINY, steps=10, lr=1.0), resume=True), data)
+    with pytest.raises(QptError, match=r"other settings \(--seed 0\)"):
+        train(config(run, config=replace(TINY, steps=10), resume=True, seed=3), data)
+    with pytest.raises(QptError, match=r"other settings \(--algorithm qpt\)"):  # not all that BC has and QPT has not
+        train(config(run, algorithm="bc-safe", config=BCConfig(steps=10), resume=True), data)
     with pytest.raises(QptError, match="began with no --task and a horizon of 20"):
         train(config(run, config=replace(TINY, steps=10), resume=True, horizon=30), data)
     with pytest.raises(QptError, match="already holds a run"):
@@ -447,7 +478,8 @@ def test_progress_shows_everything_on_a_narrow_terminal(width: int, monkeypatch:
 
 
 def row(step: int, *parts: tuple[float, float]) -> dict[str, Any]:
-    return {"step": step, "limits": [{"return": r, "normalized_cost": c} for r, c in parts]}
+    found = [{"cost_limit": 10.0 * i, "return": r, "normalized_cost": c} for i, (r, c) in enumerate(parts, 1)]
+    return {"step": step, "limits": found}
 
 
 def test_the_best_checkpoint_is_the_most_rewarding_safe_one() -> None:
@@ -456,6 +488,10 @@ def test_the_best_checkpoint_is_the_most_rewarding_safe_one() -> None:
     assert best_evaluation(rows) is rows[1]
     rows = [row(1, (5, 1.5), (9, 3.0)), row(2, (1, 1.2), (1, 1.4))]
     assert best_evaluation(rows) is rows[1]
+    # Resumed with other limits: what was reached at those before says nothing.
+    rows = [row(1, (99, 0.2)), row(2, (5, 0.2), (9, 0.2)), row(3, (1, 0.1), (1, 0.1))]
+    assert best_evaluation(rows) is rows[1]
+    assert best_evaluation(rows[:2]) is rows[1]
 
 
 def test_a_device_is_one_that_is_there_and_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,6 +525,9 @@ def test_a_device_is_one_that_is_there_and_becomes_the_current_one(monkeypatch: 
         ({"eval_limits": (5.0, -1.0)}, "--eval-limits are different numbers"),
         ({"eval_limits": ()}, "--eval-limits are different numbers"),
         ({"eval_episodes": 0}, "--eval-episodes is a whole number of at least 1"),
+        ({"eval_seed": -1}, "--eval-seed is a whole number of at least 0"),
+        ({"workers": -1}, "--workers is a whole number of at least 0"),
+        ({"horizon": 0}, "--horizon is a whole number of at least 1"),
         ({"threads": 0}, "--threads is a whole number of at least 1"),
         ({"seed": 2**63}, "seeds are whole numbers from 0"),
         ({"seeds": (0, -1)}, "seeds are whole numbers from 0"),
@@ -499,14 +538,17 @@ def test_numbers_that_cannot_be_are_refused(tmp_path: Path, changes: dict[str, A
         config(tmp_path, **changes)
 
 
-def test_a_failing_evaluation_costs_no_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reason", [QptError("the simulator is broken"), KeyboardInterrupt("a second time")])
+def test_a_failing_evaluation_costs_no_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: BaseException
+) -> None:
     def broken(*_: Any) -> None:
-        raise QptError("the simulator is broken")
+        raise reason
 
     settings = {"task": "BallCircle", "eval_every": 3, "checkpoint_every": 10**6}
     monkeypatch.setattr(Session, "_evaluate", broken)
     data = tiny_data()
-    with pytest.raises(QptError, match="the simulator is broken"):
+    with pytest.raises(type(reason), match=str(reason)):
         train(config(tmp_path / "cut", **settings), data)
     assert checkpoint.read_manifest(checkpoint.resolve(tmp_path / "cut"))["step"] == 3
     monkeypatch.setattr(Session, "_evaluate", lambda *_: None)

@@ -25,6 +25,7 @@ from qpt.errors import QptError
 FORMAT = 1  # of the folder; raised when old ones can no longer be read
 MANIFEST, MODEL, TRAINING = "manifest.json", "model.safetensors", "training.safetensors"
 NEEDED = {"algorithm": str, "config": dict, "spec": dict, "sha256": dict}  # the entries of every manifest
+EARLIER = "use an earlier one (to --resume from it, delete this one)"
 OF_A_RUN = {"step": int, "seed": int, "data": dict, "processes": int}  # those that a run adds to resume from
 
 
@@ -90,26 +91,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise QptError(f"{folder} is not a checkpoint: {MANIFEST} cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise QptError(
-            f"the checkpoint {folder} is damaged: {MANIFEST} is not valid JSON; use an earlier one"
-        ) from error
+        raise QptError(f"the checkpoint {folder} is damaged: {MANIFEST} is not valid JSON; {EARLIER}") from error
     if not isinstance(manifest, dict) or "format" not in manifest:
-        raise QptError(f"the checkpoint {folder} is damaged: {MANIFEST} has no format; use an earlier one")
+        raise QptError(f"the checkpoint {folder} is damaged: {MANIFEST} has no format; {EARLIER}")
     if manifest["format"] != FORMAT:
         raise QptError(
             f"the checkpoint {folder} has format {manifest['format']}, this version of qpt reads {FORMAT}; "
             "use a matching version"
         )
     if "checksum" in manifest and manifest["checksum"] != _checksum(manifest):  # those of earlier versions have none
-        raise QptError(
-            f"the checkpoint {folder} is damaged: {MANIFEST} does not match its checksum; use an earlier one"
-        )
+        raise QptError(f"the checkpoint {folder} is damaged: {MANIFEST} does not match its checksum; {EARLIER}")
     expected = NEEDED | {name: kind for name, kind in OF_A_RUN.items() if name in manifest}
     wrong = [name for name, kind in expected.items() if type(manifest.get(name)) is not kind]
     if wrong:
-        raise QptError(
-            f"the checkpoint {folder} is damaged: {MANIFEST} has no usable {', '.join(wrong)}; use an earlier one"
-        )
+        raise QptError(f"the checkpoint {folder} is damaged: {MANIFEST} has no usable {', '.join(wrong)}; {EARLIER}")
     return manifest
 
 
@@ -137,14 +132,10 @@ def read_tensors(folder: Path, file: str, manifest: dict[str, Any]) -> dict[str,
     path = folder / file
     try:
         if _digest(path) != manifest["sha256"].get(file):
-            raise QptError(
-                f"the checkpoint {folder} is damaged: {file} does not match its checksum; use an earlier one"
-            )
+            raise QptError(f"the checkpoint {folder} is damaged: {file} does not match its checksum; {EARLIER}")
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise QptError(
-            f"the checkpoint {folder} is damaged: {file} cannot be read ({error}); use an earlier one"
-        ) from error
+        raise QptError(f"the checkpoint {folder} is damaged: {file} cannot be read ({error}); {EARLIER}") from error
 
 
 def load_algorithm(folder: Path, device: torch.device | str = "cpu") -> tuple[Any, dict[str, Any]]:

@@ -89,10 +89,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("keep", "log_every", "checkpoint_every", "eval_episodes", "threads", "eval_every"):
-            least, value = int(name != "eval_every"), getattr(self, name)
-            if value is not None and value < least:
-                raise QptError(f"--{name.replace('_', '-')} is a whole number of at least {least}, not {value}")
+        least = dict.fromkeys(("horizon", "keep", "log_every", "checkpoint_every", "eval_episodes", "threads"), 1)
+        for name, bound in (least | dict.fromkeys(("eval_every", "eval_seed", "workers"), 0)).items():
+            if (value := getattr(self, name)) is not None and value < bound:
+                raise QptError(f"--{name.replace('_', '-')} is a whole number of at least {bound}, not {value}")
         if not all(0 <= seed < 2**63 for seed in (self.seed, *self.seeds)):
             raise QptError("seeds are whole numbers from 0 to 2**63 - 1")
         limits = self.eval_limits
@@ -111,6 +111,9 @@ class Session:
         self, config: TrainConfig, task: Task | None, data: Trajectories, device: torch.device, *, alone: bool = True
     ) -> None:
         cls, config_class = algorithm_classes(config.algorithm)
+        given = type(config.config)
+        if config.config is not None and not issubclass(given, config_class):
+            raise QptError(f"{config.algorithm} takes a {config_class.__name__} as its config, not a {given.__name__}")
         self.config = replace(config, config=config.config or config_class())
         self.task, self.data, self.device, self.leads = task, data, device, parallel.rank() == 0
         self.step, self.steps = 0, int(self.config.config.steps)
@@ -160,6 +163,8 @@ class Session:
                 raise QptError(f"there is nothing to resume in {out}; leave out --resume to start a run there")
             if not self.config.resume and (found or begun):
                 raise QptError(f"{out} already holds a run; add --resume to continue it, or choose another --out")
+            if foreign := [name for name in LOGS if (out / name).exists() and not begun]:
+                raise QptError(f"{out} already holds a file {foreign[0]} that is of no run; choose another --out")
             self._start_files()
         if self.config.resume and self.leads:
             self._sweep()
@@ -201,10 +206,12 @@ class Session:
             )
         old, new = dict(manifest["config"]), json.loads(json.dumps(asdict(self.config.config)))
         changed = sorted(k for k in new if k != "steps" and old.get(k) != new[k])
-        if manifest["algorithm"] != self.config.algorithm or manifest["seed"] != self.config.seed or changed:
-            what = ", ".join(changed) or "its algorithm or seed"
+        for name in ("seed", "algorithm"):  # another method has other settings
+            if manifest[name] != getattr(self.config, name):
+                changed = [f"--{name} {manifest[name]}"]
+        if changed:
             raise QptError(
-                f"the run in {self.config.out} began with other settings ({what}); "
+                f"the run in {self.config.out} began with other settings ({', '.join(changed)}); "
                 "resume with the same, or start a new run"
             )
         task, horizon = manifest["spec"]["task"], manifest["spec"]["horizon"]
@@ -252,7 +259,7 @@ class Session:
                 if self.leads:
                     try:
                         self._evaluate(generators)
-                    except QptError:  # of a simulator, say: the steps so far are not lost with it
+                    except (QptError, KeyboardInterrupt):  # of a simulator, say, or a second Ctrl-C: no steps are lost
                         self._write_step(generators)
                         raise
             if saves:
@@ -392,9 +399,17 @@ class Session:
 
 
 def best_evaluation(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The paper's rule: the highest mean return among evaluations whose cost meets every limit, else the least cost."""
+    """The paper's rule: the highest mean return among evaluations whose cost meets every limit, else the least cost.
+
+    A run that was resumed may have others before: only those at the limits of the last one compare with it.
+    """
     if not rows:
         return None
+
+    def limits(row: dict[str, Any]) -> set[float]:
+        return {part["cost_limit"] for part in row["limits"]}
+
+    rows = [row for row in rows if limits(row) == limits(rows[-1])]
 
     def worst(row: dict[str, Any]) -> float:
         return max(float(part["normalized_cost"]) for part in row["limits"])

@@ -38,6 +38,8 @@ def train(config: TrainConfig, data: Trajectories | None = None) -> Run:
 
     Under torchrun the processes share this one run; see `qpt.parallel`.
     """
+    if not isinstance(config, TrainConfig):  # a method's, say
+        raise QptError(f"train takes a TrainConfig, not a {type(config).__name__}; a method's own goes into its config")
     if config.seeds:
         raise QptError("seeds names several runs; use train_seeds, or leave it empty and give seed")
     return _train([config], data)[0]
