@@ -165,16 +165,26 @@ def test_a_decision_waits_for_its_outcome_whichever_rows_are_next() -> None:
         (lambda p: p.restart([0.7]), r"whole numbers or flags, not \[0.7\]"),
         (lambda p: p.restart([[0, 1]]), "whole numbers or flags"),
         (lambda p: p.restart([0], cost_limits=-1), "at least 0"),
+        (lambda p: p.restart([0], return_targets=5, seeds=9, cost_limits=-1), "at least 0"),
+        (lambda p: p.restart([0], cost_limits=2, return_targets=5, seeds=0.5), "a seed is a whole number"),
+        (lambda p: p.restart([True], cost_limits=2), "as many flags are needed, not 1"),
+        (lambda p: p.reset(True), "whole number of episodes, at least 1, not True"),
+        (lambda p: p.reset(2, cost_limits=-1), "at least 0"),
     ],
 )
 def test_episodes_that_cannot_begin_get_a_sentence(begin: Any, message: str) -> None:
     policy = policy_of(make(candidates=1)[0], 2)
     policy.act(np.zeros((2, 3)))
     policy.observe([0, 0], [3, 4])
+    before = [policy.spent, policy.cost_limits, policy.return_targets, policy._seeds.copy(), policy._fixed.copy()]
     with pytest.raises(QptError, match=message):
         begin(policy)
-    if "restart" in begin.__code__.co_names:  # it has ended no episode
-        assert policy.spent.tolist() == [3, 4]
+    if "restart" in begin.__code__.co_names:  # it has ended no episode, and changed nothing
+        after = [policy.spent, policy.cost_limits, policy.return_targets, policy._seeds, policy._fixed]
+        assert [x.tolist() for x in after] == [x.tolist() for x in before]
+    elif "episodes" not in message and "not 0" not in message:  # none of the new ones has begun
+        with pytest.raises(QptError, match=r"call reset\(n\) first"):
+            policy.act(np.zeros((2, 3)))
 
 
 def test_one_value_is_that_of_all_rows_and_no_rows_may_restart() -> None:
@@ -230,6 +240,38 @@ def travel(policy: Policy, context: Context) -> Any:
     """As on CUDA, with a device that is the host."""
     policy._away = policy._away or _Away((), policy.method, torch.device("cpu"), context)
     return policy._away.act(context)
+
+
+def test_a_decision_is_a_number_or_an_error() -> None:
+    """Finite values can be too large for the network; a NaN would go on to a motor."""
+    method, _ = make(candidates=5)
+    seen = np.zeros((2, 3))
+    for limit, scale in ((1e39, 1.0), (10.0, 1e30)):  # the first is infinite in float32
+        policy = Policy(method.float().eval())
+        policy.reset(2, cost_limits=limit)
+        with pytest.raises(QptError, match="the decision is not a number"):
+            policy.act(seen + scale)
+        policy.set_cost_limit(10.0)
+        assert np.isfinite(policy.act(seen)).all()  # it can be asked for again
+        policy.observe([1e39, 0], [0, 0])
+        with pytest.raises(QptError, match="the decision is not a number"):
+            policy.act(seen)
+        assert np.isfinite(policy.act(seen, [False, True])).all()  # the other row goes on
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda p: p.act([["a", "b", "c"]] * 2),
+        lambda p: p.act([[1, 2, 3], [1, 2]]),
+        lambda p: p.act(np.zeros((2, 3)), [[True], [True, False]]),
+        lambda p: (p.act(np.zeros((2, 3))), p.observe(["a", 1], [0, 0])),
+        lambda p: (p.act(np.zeros((2, 3))), p.observe([0, 0], [{}, 1])),
+    ],
+)
+def test_what_are_no_numbers_gets_a_sentence(ask: Any) -> None:
+    with pytest.raises(QptError, match="are an array of numbers, which this is not"):
+        ask(policy_of(make(candidates=1)[0], 2))
 
 
 def test_a_decision_that_failed_can_be_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:

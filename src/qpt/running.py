@@ -74,7 +74,7 @@ class Running(ABC):
 
         Without limits the policy's own trained one counts, or 0 for policies that take any.
         """
-        if not isinstance(n, int | np.integer) or n < 1:
+        if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
             raise QptError(f"reset needs a whole number of episodes, at least 1, not {n}")
         self.count, k = n, self.context
         self._window: dict[str, npt.NDArray[Any]] = {
@@ -90,7 +90,11 @@ class Running(ABC):
         self._sums: dict[str, Doubles] = {}
         self._acted: npt.NDArray[np.bool_] | None = None
         self._shown = np.zeros(n, bool)  # the window holds the current step already: its decision failed, and may again
-        self.restart(np.arange(n), cost_limits=cost_limits, return_targets=return_targets, seeds=seeds)
+        try:
+            self.restart(np.arange(n), cost_limits=cost_limits, return_targets=return_targets, seeds=seeds)
+        except QptError:  # nothing has begun, least of all with a limit and a target of 0
+            self.count = 0
+            raise
 
     def restart(
         self,
@@ -102,16 +106,19 @@ class Running(ABC):
     ) -> None:
         """Begin new episodes in the given rows; limits, targets and seeds are kept where none are given."""
         rows = self._rows(indices)
+        if cost_limits is None and not self._limited[rows].any():
+            cost_limits = self._default_limit()
+        # First all is looked at: what is refused changes nothing and ends no episode.
+        if cost_limits is not None:
+            self._checked_limits(cost_limits, len(rows))
+        if return_targets is not None:
+            return_targets = _each("a return target is a finite number", return_targets, len(rows))
         if seeds is not None:
             self._seeds[rows] = _each("a seed is a whole number", seeds, len(rows), np.int64)
         if return_targets is not None:
-            self._targets[rows] = _each("a return target is a finite number", return_targets, len(rows))
-            self._fixed[rows] = True
-        if cost_limits is None and not self._limited[rows].any():
-            cost_limits = self._default_limit()
+            self._targets[rows], self._fixed[rows] = return_targets, True
         if cost_limits is not None:
             self.set_cost_limit(cost_limits, rows)
-        # Last, since what was refused above ends no episode.
         for values in (self._step, self._return, self._cost, self._decisions, *self._window.values()):
             values[rows] = 0
         for values in self._sums.values():
@@ -123,30 +130,34 @@ class Running(ABC):
     def set_cost_limit(self, cost_limit: npt.ArrayLike, indices: npt.ArrayLike | None = None) -> None:
         """Set the limit on the whole episode's cost, of all rows or of some, from the next decision on."""
         rows = self._rows(np.arange(self.count) if indices is None else indices)
-        limits = _each("a cost limit is a finite number of at least 0", cost_limit, len(rows), least=0)
-        trained = self.trained_limit if self.limit_mode == "trained" else None
-        if trained is not None and not np.allclose(limits, trained):
-            raise QptError(
-                f"this policy was trained for a cost limit of {trained:g} and cannot take another; "
-                f"train one for {limits[~np.isclose(limits, trained)][0]:g}"
-            )
+        limits = self._checked_limits(cost_limit, len(rows))
         limits = np.array([self.internal_limit(limit) for limit in limits])
         self._limits[rows], self._limited[rows] = limits, True
         free = ~self._fixed[rows]
         if free.any():
             self._targets[rows[free]] = self._suggest(limits[free])
 
+    def _checked_limits(self, cost_limits: npt.ArrayLike, count: int) -> Doubles:
+        limits: Doubles = _each("a cost limit is a finite number of at least 0", cost_limits, count, least=0)
+        trained = self.trained_limit if self.limit_mode == "trained" else None
+        if trained is not None and not np.allclose(limits, trained):
+            raise QptError(
+                f"this policy was trained for a cost limit of {trained:g} and cannot take another; "
+                f"train one for {limits[~np.isclose(limits, trained)][0]:g}"
+            )
+        return limits
+
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def act(self, observations: npt.ArrayLike, active: npt.ArrayLike | None = None) -> Floats:
         """Actions of all rows [n, A]; rows that are not active do not move on and get zeros."""
         self._begun()
-        seen = np.asarray(observations, self._dtype)
+        seen = _numbers("observations", observations, self._dtype)
         if seen.shape != (self.count, self.observation_dim):
             raise QptError(
                 f"act needs observations of shape [{self.count}, {self.observation_dim}], not {list(seen.shape)}"
             )
-        running = np.ones(self.count, bool) if active is None else np.array(active, bool)
+        running = np.ones(self.count, bool) if active is None else _numbers("active flags", active, bool).copy()
         if running.shape != (self.count,):
             raise QptError(f"act needs {self.count} active flags, one for each row, not {list(running.shape)}")
         if not np.isfinite(seen[running]).all():
@@ -160,6 +171,11 @@ class Running(ABC):
             )
         last = self._advance(seen, running)
         actions, diagnostics = self._decide(last, running)
+        if not np.isfinite(actions[running]).all():
+            raise QptError(
+                "the decision is not a number: an observation, limit, target, reward or cost is too large for the "
+                "policy's arithmetic; check their units"
+            )
         self._window["actions"][running, last[running]] = actions[running]
         for name, values in diagnostics.items():
             self._sums.setdefault(name, np.zeros(self.count))[running] += values[running]
@@ -204,7 +220,7 @@ class Running(ABC):
         """What the last actions brought, for the rows that were active in them."""
         if self.count == 0 or self._acted is None:
             raise QptError("observe follows act; no decision is waiting for its outcome")
-        reward, cost = np.asarray(rewards, float), np.asarray(costs, float)
+        reward, cost = _numbers("rewards", rewards, float), _numbers("costs", costs, float)
         if reward.shape != (self.count,) or cost.shape != (self.count,):
             raise QptError(
                 f"observe needs {self.count} rewards and costs, not {list(reward.shape)} and {list(cost.shape)}"
@@ -255,10 +271,19 @@ class Running(ABC):
         rows = np.atleast_1d(np.asarray(indices))
         if rows.ndim > 1 or (rows.size and rows.dtype.kind not in "biu"):  # an empty list is one of floats
             raise QptError(f"rows are whole numbers or flags, not {rows}")
+        if rows.dtype == bool and rows.size not in (0, self.count):
+            raise QptError(f"there are {self.count} episodes, and as many flags are needed, not {rows.size}")
         rows = np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.int64)
         if (wrong := rows[(rows < 0) | (rows >= self.count)]).size:
             raise QptError(f"there are {self.count} episodes; row {int(wrong[0])} does not exist")
         return rows
+
+
+def _numbers(what: str, values: Any, kind: npt.DTypeLike) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(values, kind)
+    except (TypeError, ValueError) as error:  # texts, or rows of several lengths
+        raise QptError(f"{what} are an array of numbers, which this is not: {error}") from error
 
 
 def _each(
