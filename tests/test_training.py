@@ -538,7 +538,7 @@ def test_numbers_that_cannot_be_are_refused(tmp_path: Path, changes: dict[str, A
         config(tmp_path, **changes)
 
 
-@pytest.mark.parametrize("reason", [QptError("the simulator is broken"), KeyboardInterrupt("a second time")])
+@pytest.mark.parametrize("reason", [QptError("is broken"), KeyboardInterrupt("again"), ZeroDivisionError("own")])
 def test_a_failing_evaluation_costs_no_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: BaseException
 ) -> None:

@@ -259,7 +259,7 @@ class Session:
                 if self.leads:
                     try:
                         self._evaluate(generators)
-                    except (QptError, KeyboardInterrupt):  # of a simulator, say, or a second Ctrl-C: no steps are lost
+                    except BaseException:  # of a simulator, say, or a second Ctrl-C: the steps so far are kept
                         self._write_step(generators)
                         raise
             if saves:
