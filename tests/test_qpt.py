@@ -748,11 +748,16 @@ def test_horizon_budget_is_an_even_discounted_spend() -> None:
         ({"discount": 1.5}, "discounts lie above 0"),
         ({"decay": 2.0}, "a share of the steps"),
         ({"n_step": -1}, "n_step must be at least 1"),
+        ({"context": 1}, "a context of at least 2"),
     ],
 )
 def test_impossible_configs_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(QptError, match=message):
         replace(QPTConfig(), **changes)
+
+
+def test_without_critics_one_step_is_a_context() -> None:
+    assert replace(QPTConfig.preset("transformer"), context=1).context == 1
 
 
 def test_paper_preset_is_the_papers_table() -> None:

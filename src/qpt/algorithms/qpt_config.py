@@ -187,6 +187,9 @@ class QPTConfig:
         check_fields(self)
         if self.budget_critics and self.bootstrap != "expectile":
             raise QptError('budget critics need bootstrap "expectile"; add --no-budget-critics, or leave it so')
+        trained = self.train_with_reward_critic or self.train_with_cost_critic or self.inference_with_candidates
+        if trained and self.context < 2:  # only ends of episodes would have a target
+            raise QptError("critics learn from the steps that follow in a window; give a context of at least 2")
         if self.support < 0:
             raise QptError(f"support is a ratio of likelihoods, at least 0, not {self.support:g}")
         if self.history is not None and not 1 <= self.history <= self.context:
