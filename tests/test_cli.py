@@ -15,6 +15,7 @@ import pytest
 from helpers import tiny_data
 from qpt import __version__, load_policy
 from qpt.cli import COMMANDS, main
+from qpt.cli.train import _summary
 from qpt.data import write
 from qpt.training import Run, TrainConfig
 
@@ -182,6 +183,14 @@ def test_a_resumed_run_equals_an_unbroken_one(data: Path, tmp_path: Path) -> Non
     assert main(["train", "--data", str(data), "--out", str(tmp_path / "parts"), *TINY.split(), "--resume"]) == 0
     files = [tmp_path / run / "checkpoints" / "step-000000004" / "model.safetensors" for run in ("whole", "parts")]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_the_summary_says_of_which_step_its_numbers_are() -> None:
+    row = {"step": 20, "limits": [{"cost_limit": 10.0, "return": 5.0, "cost": 1.0}]}
+    numbers = "  limit 10: return 5.0, cost 1.0"
+    assert _summary(Run(Path("x"), 20, {}, evaluations=[row])).splitlines()[1:] == [numbers]
+    later = _summary(Run(Path("x"), 30, {}, evaluations=[row])).splitlines()  # resumed without evaluations
+    assert later[1:] == ["  evaluated last at step 20:", numbers]
 
 
 @pytest.mark.parametrize(

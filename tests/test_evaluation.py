@@ -555,7 +555,7 @@ def test_the_command_takes_the_last_or_the_best_checkpoint(tmp_path: Path, capsy
     for more, name in (((), "step-000000002"), (("--which", "last"), "step-000000002"), (("--which", "best"), "best-")):
         assert main([*given, *more]) == 0
         assert Path(Episodes.load(tmp_path / "t.csv").checkpoint[0]).name.startswith(name)
-    capsys.readouterr()
+        assert f"Checkpoint: {folder / name}" in capsys.readouterr().out
     assert main([*common, "--policy", "zero", "--which", "best"]) == 1
     assert "--checkpoint" in capsys.readouterr().err
 

@@ -129,6 +129,8 @@ def evaluate_command(
         importlib.import_module("qpt.data").write(results.trajectories, record)
     console = Console() if sys.stdout.isatty() else Console(width=120)  # a pipe has no width of its own
     console.print(table(results, console.width))
+    if checkpoint is not None:
+        console.print(f"Checkpoint: {checkpoint}", highlight=False, soft_wrap=True)
     home = getattr(chosen, "task", None)
     if home and home != facts.name:
         console.print(f"The policy was trained for {home}, not for {facts.name}.")

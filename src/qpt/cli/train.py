@@ -139,6 +139,8 @@ def _summary(result: Run) -> str:
     state = "interrupted and saved" if result.interrupted else "done"
     rows = [f"{state} at step {result.step}: {result.folder}"]
     for row in result.evaluations[-1:]:
+        if row["step"] != result.step:  # its policy is not the last one
+            rows.append(f"  evaluated last at step {row['step']}:")
         rows += [f"  limit {p['cost_limit']:g}: return {p['return']:.1f}, cost {p['cost']:.1f}" for p in row["limits"]]
     if result.interrupted:
         rows.append(f"continue with: qpt train ... --out {result.folder} --resume")
