@@ -287,6 +287,13 @@ def test_a_bad_config_file_is_one_sentence(
         (["--algorithm", "nonsense"], "there is no algorithm 'nonsense'; choose one of qpt, bc-safe"),
         (["--preset", "nonsense"], "nonsense"),
         (["--data", "missing.hdf5"], "there is no file missing.hdf5"),
+        (["--cost-limit", "10"], "qpt takes its limit when it is used: leave --cost-limit out"),
+        (["--algorithm", "fisor", "--cost_limit=10"], "fisor takes no limit"),
+        (
+            ["--task", "CarRun", "--data", "embedded:ballcircle"],
+            "the data have observations of length 8, but those of CarRun have 7; give the data of this task",
+        ),
+        (["--task", "DroneCircle", "--data", "embedded:ballcircle"], "but those of DroneCircle have 18"),
     ],
 )
 def test_train_errors_exit_with_1(

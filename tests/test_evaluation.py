@@ -33,7 +33,7 @@ from qpt.cli.evaluate import table as printed_table
 from qpt.envs import make_env
 from qpt.envs.toy import OraclePolicy, tradeoff
 from qpt.envs.vector import EnvPool
-from qpt.episodes import _COLUMNS, Episodes, provenance
+from qpt.episodes import _COLUMNS, Episodes, command, provenance
 from qpt.errors import QptError
 from qpt.evaluation import CallablePolicy, ConstantPolicy, RandomPolicy, episode_seeds, evaluate
 from qpt.policy import Policy, load_policy
@@ -608,6 +608,16 @@ def test_an_environment_of_a_task_file_runs_in_workers(tmp_path: Path, monkeypat
     by_default = evaluate(RandomPolicy(1), "Six", episodes=5, cost_limits=(3,))
     assert by_default.provenance["workers"] > 0  # it can travel, so workers are the default
     assert by_default.costs.tolist() == tables[0].costs.tolist()
+
+
+@pytest.mark.parametrize(
+    ("program", "known"), [("/venv/lib/qpt/__main__.py", "qpt"), ("/venv/bin/qpt", "/venv/bin/qpt"), ("my.py", "my.py")]
+)
+def test_a_command_that_was_started_by_python_can_be_typed_again(
+    program: str, known: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", [program, "evaluate", "--limits", "10"])
+    assert command() == provenance()["command"] == [known, "evaluate", "--limits", "10"]
 
 
 @pytest.mark.usefixtures("tasks_file")

@@ -230,6 +230,12 @@ def test_the_walk_from_a_csv_to_a_certified_graph(tmp_path: Path) -> None:
     card = (tmp_path / "charger.md").read_text(encoding="utf-8")
     for part in ("**Measured**", "**Certified**", "**Judged**"):
         assert part in card
+    shown, found = (
+        np.array([line.split() for line in re.findall(r"^\| (\d+ \| 50 \| [\d.]+ \[.*?\] \| [\d.]+) \[", page, re.M)])
+        for page in (text, card)
+    )
+    columns = [0, 4, 8]  # limit, return, cost
+    np.testing.assert_allclose(found[:, columns].astype(float), shown[:, columns].astype(float), atol=2.5)
     costs = [int(cost) for cost in re.findall(r"^cost of the hour: (\d+)", done.stdout, re.M)]
     assert len(costs) == 4
     assert max(costs) <= 15

@@ -131,14 +131,19 @@ def test_nothing_depends_on_the_machine_it_was_written_on() -> None:
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    # docs/results.md is written with the results
+    def places(page: Path) -> set[str]:
+        """The anchors of a page's headings, as GitHub makes them."""
+        heads = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.M)
+        return {re.sub(r"[^\w\- ]", "", head.strip().lower()).replace(" ", "-") for head in heads}
+
     for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         if "_build" in path.parts:
             continue
         prose = re.sub(r"```.*?```", "", path.read_text("utf-8"), flags=re.DOTALL)
-        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[\w-]+)?\)", prose):
-            if Path(target).name != "results.md":
-                assert (path.parent / target).exists(), f"{path.name}: {target}"
+        for target, place in re.findall(r"\]\(([^)#:\s]*)(?:#([\w-]+))?\)", prose):
+            page = path.parent / target if target else path
+            assert page.exists(), f"{path.name}: {target}"
+            assert not place or page.suffix != ".md" or place in places(page), f"{path.name}: {target}#{place}"
 
 
 @pytest.mark.slow

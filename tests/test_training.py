@@ -347,7 +347,7 @@ def test_what_has_diverged_is_not_evaluated(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("qpt.session.Session._evaluate", lambda self, _: evaluated.append(self.step))
     rarely = config(tmp_path / "run", task="BallCircle", eval_every=3, log_every=30, checkpoint_every=5)
     with pytest.raises(QptError, match=r"loss is inf at step 9; the last good checkpoint is .*step-000000005"):
-        train(rarely, tiny_data())
+        train(rarely, tiny_data(observation_dim=8))
     assert evaluated == [3, 6]
 
 

@@ -191,11 +191,18 @@ def provenance() -> dict[str, Any]:
             continue
     return {
         "versions": versions,
-        "command": sys.argv,
+        "command": command(),
         "commit": _commit(),
         "machine": platform.platform(),
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def command() -> list[str]:
+    """What was typed; `python -m qpt` is `qpt`."""
+    program, *words = sys.argv or [""]
+    path = Path(program)
+    return ["qpt" if (path.parent.name, path.name) == ("qpt", "__main__.py") else program, *words]
 
 
 def _commit() -> str | None:

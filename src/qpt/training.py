@@ -71,6 +71,8 @@ def _train(configs: list[TrainConfig], data: Trajectories | None) -> list[Run]:
     check_trackers(config.tensorboard, config.wandb)
     task = get_task(config.task) if config.task else None
     trajectories = data if data is not None else _load(config, task)
+    if task is not None:
+        _check_sizes(task, trajectories)
     if config.eval_every and (task is None or not task.has_simulator):
         raise QptError("evaluation during training needs a task with a simulator; give --task, or --eval-every 0")
     device = _device(config.device)
@@ -159,6 +161,21 @@ def _load(config: TrainConfig, task: Task | None) -> Trajectories:
     if task is None:
         raise QptError("give --task NAME or --data FILE to train from")
     return load_dataset(task.name)
+
+
+def _check_sizes(task: Task, data: Trajectories) -> None:
+    """Data of another task are refused before the training, not when its policy meets the simulator."""
+    for what, found, known in (
+        ("observations", data.observation_dim, (task.observation_dim, task.env_observation_dim)),
+        ("actions", data.action_dim, (task.action_dim,)),
+    ):
+        sizes = sorted({size for size in known if size is not None})
+        if sizes and found not in sizes:
+            wanted = " or ".join(map(str, sizes))
+            raise QptError(
+                f"the data have {what} of length {found}, but those of {task.name} have {wanted}; "
+                "give the data of this task, or leave out --task"
+            )
 
 
 def _device(name: str) -> torch.device:

@@ -24,6 +24,7 @@ from qpt.collect.collection import Collected, check_cap, collect, own_task, reco
 from qpt.collect.filter import coverage
 from qpt.collect.schedules import Plan, plans
 from qpt.data import write
+from qpt.episodes import command as typed
 from qpt.errors import QptError
 from qpt.tasks import Task, dsrl_tasks, get_task
 
@@ -89,7 +90,8 @@ def collect_command(
         sys.path.insert(0, "")  # a module in the current folder, as with `python -m`
     facts = get_task(task) if task is not None else own_task(str(env), horizon, cost_cap)
     folder = out.with_name(out.name + ".parts")
-    command = shlex.join(["qpt", "collect", *sys.argv[2:]]) if Path(sys.argv[0]).name == "qpt" else ""
+    program, *words = typed()
+    command = shlex.join(["qpt", "collect", *words[1:]]) if Path(program).name == "qpt" else ""
     console = Console(stderr=True)
     chosen: dict[str, Any]
     common: dict[str, Any] = {"trajectories": trajectories, "seed": seed, "workers": workers, "command": command}

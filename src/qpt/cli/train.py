@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import tyro
 
 from qpt import parallel
-from qpt.algorithms.base import algorithm_names, preset_config
+from qpt.algorithms.base import algorithm_classes, algorithm_names, preset_config
 from qpt.algorithms.fields import choices, fitting
 from qpt.errors import QptError
 from qpt.tasks import get_task
@@ -52,6 +52,8 @@ def main(args: Sequence[str]) -> int:
     method = preset_config(algorithm, preset, get_task(task) if isinstance(task, str) else None)
     if file:
         run, method = _with_values(run, method, values, file)
+    if not hasattr(method, "cost_limit"):
+        _no_limit(args, algorithm)
     run = _one_or_several(args, run)
     config = _parse(args, algorithm, preset, run, method)
     results = train_seeds(config) if config.seeds else [train(config)]
@@ -66,6 +68,17 @@ def _one_or_several(args: Sequence[str], run: _RunFlags) -> _RunFlags:
     if one and several:
         raise QptError("--seed and --seeds exclude each other; give one of them")
     return replace(run, seeds=()) if one else run
+
+
+def _no_limit(args: Sequence[str], algorithm: str) -> None:
+    """A limit given to a method that is trained for none."""
+    if _peek(args, "--cost-limit") is None and _peek(args, "--cost_limit") is None:
+        return
+    if getattr(algorithm_classes(algorithm)[0], "limit_mode", None) == "live":
+        said = "takes its limit when it is used: leave --cost-limit out, and give `qpt evaluate` its --limits"
+    else:
+        said = "takes no limit; leave --cost-limit out"
+    raise QptError(f"{algorithm} {said}")
 
 
 def _parse(args: Sequence[str], algorithm: str, preset: str, run: _RunFlags, method: Any) -> TrainConfig:
@@ -89,7 +102,8 @@ def _parse(args: Sequence[str], algorithm: str, preset: str, run: _RunFlags, met
     }
     command.__defaults__ = (algorithm, preset, None, run, method)
     command.__doc__ = HELP
-    return tyro.cli(command, args=list(args), prog="qpt train")
+    prog = "qpt train" if algorithm == "qpt" else f"qpt train --algorithm {algorithm}"  # whose flags its help lists
+    return tyro.cli(command, args=list(args), prog=prog)
 
 
 # -- the TOML file -----------------------------------------------------------------------------------------------------

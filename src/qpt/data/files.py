@@ -348,7 +348,10 @@ def _kind(path: Path) -> str:
         raise QptError("this is a pointer of Git LFS, not the data; run: git lfs pull")
     if head.lstrip()[:5].lower() in (b"<html", b"<!doc"):
         raise QptError("this is a web page, not an HDF5 or npz file; download the data again")
-    raise QptError("this is neither an HDF5 nor an npz file; `qpt data convert` and Trajectories.from_arrays make one")
+    raise QptError(
+        "this is neither an HDF5 nor an npz file; docs/bring-your-own-data.md shows how Trajectories.from_arrays and "
+        "qpt.data.write make one of a CSV file or of arrays"
+    )
 
 
 @contextmanager
