@@ -411,7 +411,7 @@ def spearman(a: Floats, b: Floats) -> float:
 
 
 def sweep(table: Table, tasks: list[str]) -> None:
-    swept = [(t, r) for t in tasks for r in ROWS if (t, f"{r}/sweep") in table]
+    swept = [(t, r) for t in tasks for r in ROWS if (t, f"{r}/sweep") in table or (r in WHOLE and (t, r) in table)]
     if not swept:
         return
     print(
@@ -467,7 +467,7 @@ def main() -> None:
     print(
         "# The comparison in tables\n\nEvery table and picture behind the [comparison](comparison.md), made by "
         "`python docs/results/methods.py docs/results/methods.json --data DIR > docs/comparison-tables.md`, DIR being "
-        "the folder of the data sets. How the runs were made stands [there](comparison.md#how-the-runs-were-made).\n"
+        "the folder of the data sets. How the runs were made stands [on its own page](comparison-runs.md).\n"
     )
     limits_of_qpt(table, tasks)
     methods(table, tasks, options.limits)
