@@ -453,8 +453,11 @@ def test_wrong_files_and_methods_get_a_sentence(exported: tuple[Path, Export], t
     run, _ = exported
     with pytest.raises(QptError, match=r"written as \.onnx"):
         export_policy(run, tmp_path / "policy.pt")
-    with pytest.raises(QptError, match="neither a checkpoint nor a run"):
+    with pytest.raises(QptError, match="there is no folder"):
         export_policy(tmp_path / "nothing", tmp_path / "policy.onnx")
+    (tmp_path / "given.onnx").touch()
+    with pytest.raises(QptError, match="exported policy, not a checkpoint"):
+        export_policy(tmp_path / "given.onnx", tmp_path / "policy.onnx")
     with pytest.raises(QptError, match="no best checkpoint"):
         export_policy(run, tmp_path / "policy.onnx", which="best")
     (tmp_path / "file").write_text("x")

@@ -151,7 +151,7 @@ def test_colours_survive_the_palette(tmp_path: Path) -> None:
         (["--policy", "random", "--task", "BallCircle", "--seed", "-1"], "--seed"),
         (["--policy", "random", "--task", "BallCircle", "--frames", "1"], "at least 2 --frames"),
         (["--policy", "random", "--task", "BallCircle", "--fps", "0"], "1 to 50 --fps"),
-        (["--checkpoint", "nowhere", "--out", "f.gif"], "nowhere is neither a checkpoint"),
+        (["--checkpoint", "nowhere", "--out", "f.gif"], "there is no folder nowhere"),
     ],
 )
 def test_bad_inputs_are_one_sentence(

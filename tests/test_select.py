@@ -79,7 +79,7 @@ def test_all_checkpoints_are_candidates(runs: tuple[list[Path], Path], tmp_path:
     ]  # fmt: skip
     one = candidates([a / "checkpoints" / "step-000000010"])
     assert [(c.step, c.last) for c in one] == [(10, True)]
-    with pytest.raises(QptError, match="neither a checkpoint nor a run"):
+    with pytest.raises(QptError, match="there is no folder"):
         candidates([tmp_path / "nothing"])
     with pytest.raises(QptError, match="at least one"):
         candidates([])

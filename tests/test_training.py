@@ -262,8 +262,10 @@ def test_damaged_and_foreign_checkpoints_get_a_sentence(tmp_path: Path) -> None:
         train(config(run), data)
     with pytest.raises(QptError, match="nothing to resume"):
         train(config(tmp_path / "empty", resume=True), data)
-    with pytest.raises(QptError, match="neither a checkpoint"):
+    with pytest.raises(QptError, match=r"there is no folder .*nowhere"):
         qpt.load_policy(tmp_path / "nowhere")
+    with pytest.raises(QptError, match="neither a checkpoint"):
+        qpt.load_policy(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -547,7 +549,7 @@ def test_a_failing_evaluation_costs_no_steps(
 
     settings = {"task": "BallCircle", "eval_every": 3, "checkpoint_every": 10**6}
     monkeypatch.setattr(Session, "_evaluate", broken)
-    data = tiny_data()
+    data = tiny_data(observation_dim=8)
     with pytest.raises(type(reason), match=str(reason)):
         train(config(tmp_path / "cut", **settings), data)
     assert checkpoint.read_manifest(checkpoint.resolve(tmp_path / "cut"))["step"] == 3
@@ -555,6 +557,12 @@ def test_a_failing_evaluation_costs_no_steps(
     train(config(tmp_path / "cut", **settings, resume=True), data)
     train(config(tmp_path / "whole", **settings), data)
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+
+
+def test_a_run_goes_on_only_in_its_precision(tmp_path: Path) -> None:
+    train(config(tmp_path), tiny_data())
+    with pytest.raises(QptError, match="began in fp32; resume it with --precision fp32"):
+        train(config(tmp_path, config=replace(TINY, steps=10), resume=True, precision="bf16"), tiny_data())
 
 
 def test_a_run_goes_on_only_on_its_kind_of_device_and_knows_its_metrics(tmp_path: Path) -> None:

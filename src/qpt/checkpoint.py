@@ -184,6 +184,10 @@ def resolve(path: str | Path, which: str = "last") -> Path:
         raise QptError(f"which is 'last' or 'best', not {which!r}")
     if (path / MANIFEST).exists():
         return path
+    if not path.exists():
+        raise QptError(f"there is no folder {path}; give a run folder or one of its checkpoints")
+    if path.suffix == ".onnx":
+        raise QptError(f"{path} is an exported policy, not a checkpoint; qpt.export.OnnxPolicy runs it")
     if which == "best":
         best = sorted((path / "checkpoints").glob("best-*"))
         if not best:

@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from qpt.errors import QptError
 
-Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
 
@@ -149,8 +148,8 @@ class Running(ABC):
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def act(self, observations: npt.ArrayLike, active: npt.ArrayLike | None = None) -> Floats:
-        """Actions of all rows [n, A]; rows that are not active do not move on and get zeros."""
+    def act(self, observations: npt.ArrayLike, active: npt.ArrayLike | None = None) -> npt.NDArray[Any]:
+        """Actions of all rows [n, A], of the policy's type; rows that are not active do not move on and get zeros."""
         self._begun()
         seen = _numbers("observations", observations, self._dtype)
         if seen.shape != (self.count, self.observation_dim):
@@ -181,7 +180,7 @@ class Running(ABC):
             self._sums.setdefault(name, np.zeros(self.count))[running] += values[running]
         self._decisions[running] += 1
         self._acted = running
-        return np.where(running[:, None], actions, 0).astype(np.float32)
+        return np.where(running[:, None], actions, 0).astype(self._dtype)
 
     def _advance(self, seen: npt.NDArray[Any], running: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
         """Move the windows of running rows on by one step: a full window loses its oldest step."""

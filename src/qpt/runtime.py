@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qpt.errors import QptError, require
-from qpt.running import Doubles, Floats, Running
+from qpt.running import Doubles, Running
 
 FORMAT = 1  # of the side file; raised when old exports can no longer be run
 _GAMMA, _MIX1, _MIX2 = (
@@ -112,7 +112,7 @@ class OnnxPolicy(Running):
 # -- little tools ------------------------------------------------------------------------------------------------------
 
 
-def noise(plan: list[dict[str, Any]], seeds: npt.ArrayLike, steps: npt.NDArray[np.int64]) -> Floats:
+def noise(plan: list[dict[str, Any]], seeds: npt.ArrayLike, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     """The graph's noise input [n, W] by the side file's plan: its draws side by side."""
     parts = [np.zeros((len(steps), 0))]
     for draw in plan:

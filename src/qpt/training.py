@@ -15,9 +15,10 @@ from qpt.data import load_dataset
 from qpt.data.sampling import Sampler
 from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError
-from qpt.session import Session, TrainConfig, best_evaluation
+from qpt.session import Session, best_evaluation
 from qpt.tasks import Task, get_task
 from qpt.trackers import check_trackers, open_trackers
+from qpt.train_config import TrainConfig
 
 __all__ = ["Run", "TrainConfig", "best_evaluation", "train", "train_seeds"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qpt import stats
-from qpt.checkpoint import MANIFEST, checkpoints, read_manifest
+from qpt.checkpoint import checkpoints, read_manifest, resolve
 from qpt.data.trajectories import Trajectories
 from qpt.episodes import Episodes
 from qpt.errors import QptError
@@ -84,14 +84,13 @@ def candidates(runs: Sequence[str | Path]) -> list[Candidate]:
     """All checkpoints kept in run folders (and checkpoint folders themselves), in the order given."""
     found: list[Candidate] = []
     for run in map(Path, runs):
-        folders = [run] if (run / MANIFEST).exists() else checkpoints(run)
-        if not folders:
-            raise QptError(f"{run} is neither a checkpoint nor a run with one; look for a folder with a {MANIFEST}")
+        last = resolve(run)
+        folders = [run] if last == run else checkpoints(run)
         for folder in folders:
             manifest = read_manifest(folder)
             step = int(manifest.get("step", 0))
             # A checkpoint that was named itself is the last one of what was asked for.
-            candidate = Candidate(str(run), str(folder), str(manifest["algorithm"]), step, folder == folders[-1])
+            candidate = Candidate(str(run), str(folder), str(manifest["algorithm"]), step, folder == last)
             if all(os.path.realpath(c.checkpoint) != os.path.realpath(folder) for c in found):
                 found.append(candidate)
     if not found:
