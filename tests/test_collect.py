@@ -551,7 +551,7 @@ def test_what_exists_is_not_overwritten(tmp_path: Path, schedule: Path, capsys: 
     collect(TOY, tmp_path / "parts", steps=100, runs=1, cost_cap=CAP, workers=0, schedule=schedule)
     with pytest.raises(QptError, match="other settings"):
         collect(TOY, tmp_path / "parts", steps=200, runs=1, cost_cap=CAP, workers=0, schedule=schedule)
-    with (tmp_path / "parts" / "lock").open("w") as lock:
+    with (tmp_path / "parts" / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(QptError, match="another process"):
             collect(TOY, tmp_path / "parts", steps=100, runs=1, cost_cap=CAP, workers=0, schedule=schedule)

@@ -55,7 +55,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 def hidden(run: Path) -> list[str]:
     """What is written under another name until it is whole."""
-    return [path.name for path in run.rglob(".*")]
+    return [path.name for path in run.rglob(".*") if path.suffix != ".lock"]
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -557,6 +557,44 @@ def test_a_failing_evaluation_costs_no_steps(
     train(config(tmp_path / "cut", **settings, resume=True), data)
     train(config(tmp_path / "whole", **settings), data)
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+
+
+def test_an_evaluation_that_failed_comes_again_when_the_run_is_taken_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def evaluate(session: Session, _: Any) -> None:
+        asked.append(session.step)
+        if len(asked) == 2:
+            raise QptError("is broken")
+        session.evaluations.append({"step": session.step, "limits": []})
+        logs.append(session.config.out / "evaluations.jsonl", session.evaluations[-1])
+
+    monkeypatch.setattr(Session, "_evaluate", evaluate)
+    settings, data = {"task": "BallCircle", "eval_every": 15}, tiny_data(observation_dim=8)
+    with pytest.raises(QptError, match="is broken"):  # at the last step
+        train(config(tmp_path, **settings), data)
+    run = train(config(tmp_path, **settings, resume=True), data)
+    assert asked == [15, 30, 30]
+    assert [row["step"] for row in run.evaluations] == [15, 30]
+    train(config(tmp_path, **settings, resume=True), data)  # nothing is missing any more
+    assert asked == [15, 30, 30]
+
+
+def test_a_run_that_another_process_trains_is_left_alone(tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    begun, data = config(tmp_path / "run", checkpoint_every=6), tiny_data()
+    train(begun, data)
+    half_written = tmp_path / "run" / "checkpoints" / ".step-000000018.99"  # by the other process
+    half_written.mkdir()
+    with (tmp_path / "run" / ".training.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(QptError, match="another process is training in"):
+            train(replace(begun, resume=True), data)
+    assert half_written.exists()
+    train(replace(begun, resume=True), data)
+    assert not half_written.exists()
 
 
 def test_a_run_goes_on_only_in_its_precision(tmp_path: Path) -> None:

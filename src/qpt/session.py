@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from qpt.stepping import Stepper
 from qpt.tasks import Task
 from qpt.train_config import TrainConfig
 from qpt.turns import Turn
-from qpt.writing import check_folder, write_json
+from qpt.writing import alone, check_folder, write_json
 
 DIVERGED = 1e8  # a loss or a weight of this size never comes back
 LOGS = ("metrics.jsonl", "metrics.csv", "evaluations.jsonl")
@@ -81,11 +81,12 @@ class Session:
 
     # -- beginning and going on ----------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Start the run's files, or take up its last checkpoint."""
+    def begin(self, claims: ExitStack) -> None:
+        """Start the run's files, or take up its last checkpoint; `claims` keep other processes out of its folder."""
         out = self.config.out
         found = checkpoint.checkpoints(out) if out.exists() else []
         if self.config.resume and found:
+            self._claim(claims)
             with checkpoint.fitting(found[-1]):
                 self._resume(found[-1])
             self._take_up_files()
@@ -97,6 +98,7 @@ class Session:
                 raise QptError(f"{out} already holds a run; add --resume to continue it, or choose another --out")
             if foreign := [name for name in LOGS if (out / name).exists() and not begun]:
                 raise QptError(f"{out} already holds a file {foreign[0]} that is of no run; choose another --out")
+            self._claim(claims)
             self._start_files()
         if self.config.resume and self.leads:
             self._sweep()
@@ -105,9 +107,13 @@ class Session:
         self._began, self._first = time.perf_counter(), self.step
         self._logged = self._saved = self.step
 
+    def _claim(self, claims: ExitStack) -> None:
+        if self.leads:
+            check_folder(out := self.config.out)
+            claims.enter_context(alone(out / ".training.lock", f"training in {out}"))
+
     def _start_files(self) -> None:
         out = self.config.out
-        check_folder(out)
         write_json(out / "run.json", self._facts())
         for name in (*LOGS, trackers.ID):
             (out / name).unlink(missing_ok=True)
@@ -190,17 +196,17 @@ class Session:
             if evaluates or saves or self._due(c.log_every):  # what has diverged is neither evaluated nor saved
                 self._log((self.step - self._first) / (time.perf_counter() - self._began))
             if evaluates:
-                generators = self._generators()
-                if self.leads:
-                    try:
-                        self._evaluate(generators)
-                    except BaseException:  # of a simulator, say, or a second Ctrl-C: the steps so far are kept
-                        self._write_step(generators)
-                        raise
+                self._look()
             if saves:
                 self._save()
             if stopped():
                 break
+
+    def catch_up(self) -> None:
+        """The evaluation of the step that the run stands at, where it was due and did not come to its end."""
+        every = self.config.eval_every
+        if self.step and every and self._due(every) and all(row["step"] != self.step for row in self.evaluations):
+            self._look()
 
     def stop(self) -> None:
         """Log and save where the run stands, before its end."""
@@ -239,6 +245,15 @@ class Session:
         logs.append(self.config.out / "metrics.jsonl", row)
         logs.append_csv(self.config.out / "metrics.csv", row)
         self.track(self.step, self.metrics)
+
+    def _look(self) -> None:
+        generators = self._generators()
+        if self.leads:
+            try:
+                self._evaluate(generators)
+            except BaseException:  # of a simulator, say, or a second Ctrl-C: the steps so far are kept
+                self._write_step(generators)
+                raise
 
     def _evaluate(self, generators: dict[str, Tensor]) -> None:
         from qpt.evaluation import evaluate  # simulators are needed only here

@@ -87,10 +87,11 @@ def _train(configs: list[TrainConfig], data: Trajectories | None) -> list[Run]:
             _share_tables(sessions[-1].sampler, sessions[0].sampler)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # what was made on one stream is used on others from here on
-        for session in sessions:
-            with session.turn:
-                session.begin()
-        return _loop(sessions)
+        with ExitStack() as claims:
+            for session in sessions:
+                with session.turn:
+                    session.begin(claims)
+            return _loop(sessions)
 
 
 def _loop(sessions: list[Session]) -> list[Run]:
@@ -121,7 +122,10 @@ def _loop(sessions: list[Session]) -> list[Run]:
                 session.track = trackers.enter_context(opened)
         # Processes of one run must stop after the same step: they ask each other, but only between rows of the log.
         shared = parallel.processes() > 1
-        running, asked = [s for s in sessions if not s.done], False
+        for session in sessions:
+            with fails(session), session.turn:
+                session.catch_up()
+        running, asked = [s for s in sessions if not s.done and s.config.seed not in failed], False
         while running and not asked:
             for session in running:
                 # On CUDA the host only says "go": a step of each in turn keeps all streams busy.

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and folders that one process at a time writes into."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import io
 import json
 import os
 import secrets
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,24 @@ def check_file(path: Path) -> None:
     check_folder(path.parent)
     if path.is_dir():
         raise QptError(f"{path} is a folder and cannot be written as a file; choose another name")
+
+
+@contextmanager
+def alone(lock: Path, doing: str) -> Iterator[None]:
+    """Hold the lock of a folder, which ends with the process however that ends; two must never write the same files."""
+    try:
+        import fcntl
+    except ImportError:  # not on this system
+        yield
+        return
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise QptError(f"another process is {doing}; wait for it, or choose another --out") from error
+        except OSError:  # a file system without locks
+            pass
+        yield
 
 
 def write_json(path: str | Path, content: Any) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib
 import importlib.metadata
 import json
@@ -29,7 +28,7 @@ from qpt.envs import make_env
 from qpt.envs.vector import portable
 from qpt.errors import QptError
 from qpt.tasks import Task, dsrl_tasks, factory_from
-from qpt.writing import write_whole
+from qpt.writing import alone, write_whole
 
 PACKAGES = {  # whose versions the data depend on
     "bullet": ("bullet_safety_gym", "pybullet"),
@@ -261,13 +260,7 @@ def _claimed(folder: Path, plan: dict[str, Any]) -> Iterator[None]:
             f"{folder} holds a collection that was begun with other settings; finish it with the command it was begun "
             "with, or delete that folder to begin anew"
         )
-    with (folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it however the process ends
-        except OSError as error:
-            raise QptError(
-                f"another process is collecting into {folder}; wait for it, or choose another --out"
-            ) from error
+    with alone(folder / ".lock", f"collecting into {folder}"):
         yield
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
@@ -10,7 +9,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +25,7 @@ from qpt.evaluation import evaluate
 from qpt.policy import load_policy
 from qpt.tasks import all_tasks, get_task
 from qpt.training import TrainConfig, train
-from qpt.writing import check_folder, write_json
+from qpt.writing import alone, check_folder, write_json
 
 # What stands in the `checkpoint` column of the results: which checkpoint, on which episodes.
 LAST = "last"  # the last checkpoint, on the report's episodes
@@ -224,7 +223,7 @@ def run_job(job: Job, root: Path, simulators: int = 0) -> Path:
     """
     folder = root / job.key
     check_folder(folder)
-    with _alone(folder):
+    with alone(folder / ".lock", f"working in {folder}"):
         if is_done(job, root):
             return folder
         began = time.time()
@@ -341,24 +340,6 @@ def events(folder: Path) -> list[dict[str, Any]]:
 def _event(folder: Path, name: str, **facts: Any) -> None:
     row = {"event": name, "time": round(time.time(), 3), "host": socket.gethostname(), "pid": os.getpid(), **facts}
     logs.append(folder / EVENTS, row)
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which ends with the process however that ends; two must never write one run."""
-    try:
-        import fcntl
-    except ImportError:  # not on this system
-        yield
-        return
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise QptError(f"another process is working in {folder}; wait for it, or choose another --out") from error
-        except OSError:  # a file system without locks
-            pass
-        yield
 
 
 def _data_name(data: str | None, task: str | None) -> str:
