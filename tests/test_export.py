@@ -26,7 +26,7 @@ from qpt.cli import main
 from qpt.cli.train import _parse, _RunFlags
 from qpt.episodes import Episodes
 from qpt.errors import QptError
-from qpt.modelcard import Evidence, _interval, _judged, find_evidence, train_command
+from qpt.modelcard import Evidence, _commands, _interval, _judged, find_evidence, train_command
 from qpt.nets import noise
 from qpt.ope import judge
 from qpt.policy import load_policy
@@ -412,6 +412,22 @@ def test_the_command_of_the_card_trains_with_the_same_config(algorithm: str) -> 
     assert (parsed.seed, parsed.horizon, parsed.data) == (5, 77, Path("my logs/a.hdf5"))
     assert "--horizon" in shlex.split(train_command(manifest | {"task": "BallCircle"}))  # not the task's own
     assert "--horizon" not in train_command(manifest | {"task": "BallCircle", "spec": {"horizon": 200}})
+
+    assert "--precision" not in train_command(manifest | {"precision": "fp32"})
+    assert "--precision bf16" in train_command(manifest | {"precision": "bf16"})
+    assert "--precision fp32" in train_command(manifest | {"precision": "fp32", "device": "cuda"})
+
+
+@pytest.mark.parametrize("named", ["runs/x", "runs/x/", "runs/x/checkpoints/step-000000030"])
+def test_the_commands_of_the_card_measure_what_it_trains(named: str) -> None:
+    command = ["/bin/qpt", "certify", "--checkpoint", named, "--data", "runs/xy.hdf5", "--out", "runs/x/c.json"]
+    (line,) = _commands(Evidence(certificates=({"provenance": {"command": command}},)))
+    words = shlex.split(line)
+    assert words[:2] == ["qpt", "certify"]
+    assert words[3] == named.replace("runs/x", "runs/again")
+    assert words[4:] == ["--data", "runs/xy.hdf5", "--out", "runs/again/c.json"]
+    (other,) = _commands(Evidence(certificates=({"provenance": {"command": ["mine.py", "runs/x"]}},)))
+    assert other == "mine.py runs/x"
 
 
 def test_targets_that_a_method_suggests_itself_are_exported_or_left_to_the_caller(

@@ -22,7 +22,7 @@ MODES = {
     "trained": "The limit was fixed in training; another one needs another policy.",
     "ignored": "The limit plays no part in its decisions.",
 }
-
+AGAIN = "runs/again"  # where the card's commands train, and measure what they trained
 
 Rows = list[dict[str, Any]]
 
@@ -262,8 +262,16 @@ def _commands(evidence: Evidence) -> list[str]:
     for row in _origins(evidence):
         program, *words = map(str, row.get("command") or [""])
         if program:
-            lines.append(shlex.join([Path(program).name, *words]))
+            lines.append(shlex.join([Path(program).name, *_of_the_new_run(words)]))
     return list(dict.fromkeys(lines))
+
+
+def _of_the_new_run(words: list[str]) -> list[str]:
+    """A command's words with the run that `train_command` makes in place of the one that was measured."""
+    if "--checkpoint" not in words[:-1]:
+        return words
+    run = words[words.index("--checkpoint") + 1].partition("/checkpoints/")[0].rstrip("/")
+    return [AGAIN + word[len(run) :] if word == run or word.startswith(f"{run}/") else word for word in words]
 
 
 def _source(data: dict[str, Any]) -> str:
@@ -289,7 +297,11 @@ def train_command(manifest: dict[str, Any]) -> str:
     known = all_tasks().get(str(manifest.get("task")))
     if known is None or known.horizon != spec["horizon"]:
         words += ["--horizon", str(spec["horizon"])]
-    words += ["--seed", str(manifest.get("seed", 0)), "--device", str(manifest.get("device", "cpu"))]
+    device = str(manifest.get("device", "cpu"))
+    words += ["--seed", str(manifest.get("seed", 0)), "--device", device]
+    usual_precision = "bf16" if device == "cuda" else "fp32"
+    if (precision := manifest.get("precision", usual_precision)) != usual_precision:
+        words += ["--precision", str(precision)]
     default = algorithm_classes(manifest["algorithm"])[1]()
     for name in (field.name for field in fields(default)):
         value, usual = manifest["config"].get(name), getattr(default, name)
@@ -301,4 +313,4 @@ def train_command(manifest: dict[str, Any]) -> str:
             words.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             words += [f"--{flag}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
-    return shlex.join([*words, "--out", "runs/again"])
+    return shlex.join([*words, "--out", AGAIN])
