@@ -353,6 +353,24 @@ def test_what_has_diverged_is_not_evaluated(tmp_path: Path, monkeypatch: pytest.
     assert evaluated == [3, 6]
 
 
+def test_a_run_that_has_more_steps_than_it_is_asked_for_is_a_full_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bars, progress = [], logs.progress
+    monkeypatch.setattr(logs, "progress", lambda *seen: bars.append(seen[2:]) or progress(*seen))
+    train(config(tmp_path / "run"), tiny_data())
+    assert train(config(tmp_path / "run", config=replace(TINY, steps=7), resume=True), tiny_data()).step == 30
+    assert bars == [(0, 30), (30, 30)]
+
+
+def test_large_rewards_are_no_divergence(tmp_path: Path) -> None:
+    """Of the paper's preset, which scales rewards by 0.1 whatever they are."""
+    data = tiny_data()
+    large = replace(data, rewards=data.rewards * 1e6)
+    run = train(config(tmp_path / "run", config=replace(TINY, reward_scale=0.1)), large)
+    assert run.metrics["critic/reward_loss"] > 1e8
+
+
 @pytest.mark.parametrize("value", [float("nan"), 1e30])
 def test_a_step_that_ruins_the_weights_is_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float

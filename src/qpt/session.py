@@ -28,7 +28,7 @@ from qpt.train_config import TrainConfig
 from qpt.turns import Turn
 from qpt.writing import alone, check_folder, write_json
 
-DIVERGED = 1e8  # a loss or a weight of this size never comes back
+DIVERGED = 1e8  # a loss or a weight never comes back from here, unless errors of returns are that large squared
 LOGS = ("metrics.jsonl", "metrics.csv", "evaluations.jsonl")
 
 
@@ -56,6 +56,7 @@ class Session:
 
         torch.manual_seed(config.seed)
         spec = Spec.from_data(data, config.horizon, task)
+        self._diverged = max(DIVERGED, 100 * max(-spec.return_min, spec.return_max, spec.cost_max) ** 2)
         self.algorithm: Algorithm = cls(_share(self.config.config), spec).to(device)
         self.algorithm.make_optimizers()
         if hasattr(self.algorithm, "autocast"):
@@ -232,7 +233,7 @@ class Session:
         values = parallel.mean(stacked).tolist()  # the one wait for the device
         self.metrics = dict(zip(self._last, values, strict=False))
         for name, value in zip(seen, values, strict=True):
-            if not math.isfinite(value) or abs(value) > DIVERGED:
+            if not math.isfinite(value) or abs(value) > self._diverged:
                 good = checkpoint.checkpoints(self.config.out)
                 where = f"the last good checkpoint is {good[-1]}" if good else "there is no checkpoint yet"
                 raise QptError(

@@ -112,7 +112,10 @@ def _loop(sessions: list[Session]) -> list[Run]:
     with (
         logs.stop_flag() as stopped,
         logs.progress(
-            c.progress and sessions[0].leads, name, sum(s.step for s in sessions), sum(s.steps for s in sessions)
+            c.progress and sessions[0].leads,
+            name,
+            sum(s.step for s in sessions),
+            sum(max(s.steps, s.step) for s in sessions),  # resumed with fewer steps than it has
         ) as show,
         ExitStack() as trackers,
     ):
