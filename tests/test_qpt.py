@@ -418,7 +418,7 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
     spent = context.cost_limit[row] - context.cost_to_go[row, :n]
     aim = c.limit_factor * context.cost_limit[row]
     cost_to_go = aim - spent
-    told = aim
+    told = known = min(aim, torch.tensor(method.spec.cost_max))
     if c.frugality is not None:
         suggested = method.spec.suggest_return(context.cost_limit[row].item(), c.frugality)
         for cost, reached in zip(method.spec.frontier_costs, method.spec.frontier_returns, strict=True):
@@ -432,7 +432,7 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
     scored = []
     for j in range(c.candidates):
         dr = 0.0 if j == 0 else noise[j].item() * c.rtg_noise * abs(context.return_target[row].item())
-        dc = 0.0 if j == 0 else noise[c.candidates + j].item() * c.ctg_noise * aim.item()
+        dc = 0.0 if j == 0 else noise[c.candidates + j].item() * c.ctg_noise * known.item()
         r, g = context.return_to_go[row, :n].clone(), told - spent
         if c.noise_mode == "step":
             r[-1], g[-1] = r[-1] + dr, g[-1] + dc
@@ -452,7 +452,8 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
             parts.append(context.steps[row, n - 1 : n].double() * 2 / method.spec.horizon - 1)
             blind = list(parts)
         if c.budget_critics:
-            parts.append(cost_to_go[-1:].clamp(min=0) * 4 / max(method.spec.cost_max, 1.0))
+            most = max(method.spec.cost_max, 1.0)
+            parts.append(cost_to_go[-1:].clamp(0, most) * 4 / most)
             blind.append(torch.zeros(1).double())
         tested = [action]
         for dimension in range(len(action) if c.test_radius else 0):
@@ -503,13 +504,13 @@ def test_a_frugal_target_is_the_cheapest_that_is_nearly_the_best_for_half_the_li
 def test_candidates_are_told_what_the_target_return_cost() -> None:
     method, _ = make(limit_factor=1.0, frugality=0.0)
     costs, returns = method.spec.frontier_costs, method.spec.frontier_returns
-    top, second = costs[-1], costs[1]
+    top, second, most = costs[-1], costs[1], method.spec.cost_max
     rows = [  # target, limit, and what is told of the limit
         (returns[1], second + 0.5, second),  # the best within the limit cost less
         (0.5 * returns[1], second + 0.5, second),  # a target that was lowered costs the same
         (returns[2], second + 0.5, second + 0.5),  # a higher one took more than the limit: all of it may be spent
         (returns[2], top + 9, top),  # more is within the limit
-        (returns[-1] + 1, top + 9, top + 9),  # nobody has reached it
+        (returns[-1] + 1, top + 9, most),  # nobody has reached it: what anybody has spent
         (returns[0], 4.0, 1.0),  # it cost nothing, and a quarter of the limit is told
     ]
     targets, limits, told = torch.tensor(rows).double().T
@@ -517,7 +518,26 @@ def test_candidates_are_told_what_the_target_return_cost() -> None:
     kept_back = (context.cost_to_go - candidates.frugal(method, context).cost_to_go)[:, 0]
     assert kept_back.tolist() == pytest.approx((limits - told).tolist())
     method.config = replace(method.config, frugality=None)
-    assert (candidates.frugal(method, context).cost_to_go == context.cost_to_go).all()
+    kept_back = (context.cost_to_go - candidates.frugal(method, context).cost_to_go)[:, 0]
+    assert kept_back.tolist() == pytest.approx((limits - most).clamp(min=0).tolist())
+
+
+@pytest.mark.parametrize("changes", [{}, {"selection": "constrained"}, {"frugality": None}])
+def test_limits_beyond_all_that_was_logged_are_one(changes: dict[str, Any]) -> None:
+    """Networks saw no such budgets; what they make of them would be chance."""
+    method, _ = make(ctg_noise=0.5, **changes)
+    most = method.spec.cost_max
+    decisions = []
+    for limit in (4 * most, 1e6):
+        policy = Policy(method, dtype=torch.float64)
+        policy.reset(3, cost_limits=limit, seeds=[1, 2, 3])
+        acted = []
+        for step in range(4):
+            observations = np.random.default_rng(step).normal(size=(3, method.spec.observation_dim))
+            acted.append(policy.act(observations))
+            policy.observe(np.ones(3), np.ones(3))
+        decisions.append(np.stack(acted))
+    np.testing.assert_allclose(*decisions, atol=1e-9)
 
 
 PLAIN: dict[str, Any] = {

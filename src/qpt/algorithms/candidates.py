@@ -105,20 +105,20 @@ def frugal(method: QPT, context: Context) -> Context:
     """What candidates are told: the limit that is aimed at, or less cost where the return they are asked for took less.
 
     That is the target or, if higher, the return that would be suggested for the limit (`Spec.suggest_return`): a target
-    that was lowered so that it can be reached does not make the limit any smaller.
+    that was lowered so that it can be reached does not make the limit any smaller. Never more than was ever spent.
     """
     c, spec, limit, told = method.config, method.spec, context.cost_limit, aimed(method, context)
-    if c.frugality is None:
-        return told
-    costs, returns = method.frontier
-    best = returns[(costs <= limit[:, None]).sum(1).clamp(min=1) - 1]
-    near = (returns < (best - c.frugality * (spec.return_max - spec.return_min))[:, None]).sum(1)
-    suggested = torch.where(costs[near] <= limit / 2, returns[near], best)
-    asked = torch.maximum(suggested, context.return_target)
-    cheapest = costs[(returns < (asked - 1e-6 * asked.abs())[:, None]).sum(1)]  # both are rounded
-    cheapest = torch.maximum(cheapest, limit / 4)  # told 0, a policy is beyond all that was logged at its first cost
-    spare = (told.cost_limit - cheapest).clamp(min=0)
-    return told._replace(cost_to_go=told.cost_to_go - spare[:, None])
+    asked_cost = told.cost_limit.clamp(max=spec.cost_max)  # beyond the dearest episode nothing was learned
+    if c.frugality is not None:
+        costs, returns = method.frontier
+        best = returns[(costs <= limit[:, None]).sum(1).clamp(min=1) - 1]
+        near = (returns < (best - c.frugality * (spec.return_max - spec.return_min))[:, None]).sum(1)
+        suggested = torch.where(costs[near] <= limit / 2, returns[near], best)
+        asked = torch.maximum(suggested, context.return_target)
+        cheapest = costs[(returns < (asked - 1e-6 * asked.abs())[:, None]).sum(1)]  # both are rounded
+        # Told 0, a policy is beyond all that was logged at its first cost.
+        asked_cost = torch.minimum(asked_cost, torch.maximum(cheapest, limit / 4))
+    return told._replace(cost_to_go=told.cost_to_go - (told.cost_limit - asked_cost)[:, None])
 
 
 class Draw(NamedTuple):
@@ -168,7 +168,7 @@ def shifts(method: QPT, context: Context, count: int) -> tuple[Tensor, Tensor]:
     noise[:, :, 0] = 0
     return (
         noise[:, 0] * c.rtg_noise * context.return_target.abs()[:, None],
-        noise[:, 1] * c.ctg_noise * context.cost_limit[:, None],
+        noise[:, 1] * c.ctg_noise * context.cost_limit.clamp(max=method.spec.cost_max)[:, None],
     )
 
 

@@ -149,7 +149,8 @@ class QPT(nn.Module):
         if not self.config.budget_critics:
             seen = torch.cat(parts, -1)
             return seen, seen
-        budget = budgets.clamp(min=0)[..., None] * (4 / max(self.spec.cost_max, 1.0))
+        most = max(self.spec.cost_max, 1.0)  # what is left beyond the dearest episode makes no difference
+        budget = budgets.clamp(0.0, most)[..., None] * (4 / most)
         return torch.cat([*parts, budget], -1), torch.cat([*parts, torch.zeros_like(budget)], -1)
 
     @staticmethod
