@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers import tiny_data
+from helpers import bare_episodes, tiny_data
 from qpt.algorithms.base import Context, Spec, algorithm_classes
 from qpt.algorithms.bc import BC, BCConfig
 from qpt.algorithms.bcq_lag import BCQLag, BCQLagConfig
@@ -160,6 +161,26 @@ def test_bc_without_a_safe_episode_says_what_to_do() -> None:
         bc.make_sampler(data, torch.device("cpu"), 0)
     with pytest.raises(QptError, match="set the cost limit to 10"):
         BC(BCConfig(cost_limit=50, mode="risky"), Spec.from_data(data)).make_sampler(data, torch.device("cpu"), 0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "costs", "limit"),
+    [
+        ("safe", [12.3456432, 20.0], 5.0),  # six digits of it would be less
+        ("risky", [1.0, 82.4237123], 60.0),
+        ("boundary", [0.0, 0.0, 100.0], 10.0),  # the nearest is 0, around which nothing is
+    ],
+)
+def test_the_limit_that_bc_advises_works(mode: Any, costs: list[float], limit: float) -> None:
+    data = bare_episodes(costs, [1.0] * len(costs))
+    spec, cpu = Spec.from_data(data), torch.device("cpu")
+    with pytest.raises(QptError, match="set the cost limit to") as told:
+        BC(BCConfig(mode=mode, cost_limit=limit), spec).make_sampler(data, cpu, 0)
+    advised = float(re.findall(r"set the cost limit to ([\d.]+)", str(told.value))[0])
+    BC(BCConfig(mode=mode, cost_limit=advised), spec).make_sampler(data, cpu, 0)
+    free = bare_episodes([0.0, 0.0], [1.0, 2.0])
+    with pytest.raises(QptError, match="no limit has a boundary"):
+        BC(BCConfig(mode="boundary"), Spec.from_data(free)).make_sampler(free, cpu, 0)
 
 
 # -- BCQ-Lag -----------------------------------------------------------------------------------------------------------

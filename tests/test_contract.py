@@ -217,7 +217,9 @@ def test_no_field_takes_what_is_not_a_number(name: str) -> None:
 @pytest.mark.parametrize(
     ("field", "wrong", "rule"),
     [
-        ("dropout", 2.0, "from 0 to 1"),
+        ("dropout", 1.0, "from 0 to below 1"),
+        ("eta_cost", -0.1, "at least 0"),
+        ("unfit_penalty", -1.0, "at least 0"),  # it would reward what does not fit
         ("ema", -0.5, "from 0 to 1"),
         ("cost_expectile", 1.5, "from 0 to 1"),
         ("lr", -1e-3, "at least 0"),
@@ -234,6 +236,30 @@ def test_no_field_takes_what_is_not_a_number(name: str) -> None:
 def test_numbers_that_mean_nothing_are_refused(field: str, wrong: Any, rule: str) -> None:
     with pytest.raises(QptError, match=f"^{field} must be {rule}, not "):
         replace(QPTConfig(), **{field: wrong})
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "wrong", "rule"),
+    [
+        ("bc-safe", "frontier_width", -0.5, "at least 0"),
+        ("bcq-lag", "samples", 0, "at least 1"),
+        ("bcq-lag", "caution", 3.0, "from 0 to 1"),
+        ("caps", "discount", 1.5, "above 0 and at most 1"),
+        ("cdt", "temperature", 0.0, "above 0"),
+        ("coptidice", "alpha", 0.0, "above 0"),
+        ("coptidice", "discount", 1.0, "above 0 and below 1"),  # its weights would all be 0
+        ("cpq", "cost_limit", -1.0, "at least 0"),  # the policy could never be asked
+        ("cpq", "unlikely", 1.5, "from 0 to 1"),  # a quantile would be read from the wrong end
+        ("cpq", "log_std", (2.0, -20.0), "a low and a higher number"),
+        ("fisor", "critic_batch", -3, "at least 1"),
+        ("fisor", "feasibility_discount", 2.0, "above 0 and at most 1"),
+        ("oasis", "condition_costs", (), "one number or more"),  # noticed only when the third stage began
+        ("oasis", "window", 1, "at least 2"),
+    ],
+)
+def test_numbers_that_mean_nothing_to_a_method_are_refused(name: str, field: str, wrong: Any, rule: str) -> None:
+    with pytest.raises(QptError, match=f"^{field} must be {rule}, not "):
+        replace(algorithm_classes(name)[1](), **{field: wrong})
 
 
 def test_what_means_the_same_is_taken() -> None:

@@ -43,7 +43,7 @@ class BCConfig:
     """Learning rate."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, frontier_width="at least 0")
 
     @classmethod
     def preset(cls, name: str) -> BCConfig:
@@ -119,10 +119,14 @@ def _filter(data: Trajectories, c: BCConfig) -> npt.NDArray[np.bool_]:
 
 
 def _advice(c: BCConfig, costs: npt.NDArray[np.float64]) -> str:
-    """A limit that leaves something."""
+    """A limit that leaves something, with every digit: a rounded one might leave nothing again."""
+    if c.mode == "boundary":
+        costs = costs[costs > 0]  # around a limit of 0 there is nothing
+        if not len(costs):
+            return "all episodes are free of cost, so that no limit has a boundary; choose mode safe"
     limit = {
         "safe": costs.min(),
         "risky": costs.max() / 2,
         "boundary": costs[np.abs(costs - c.cost_limit).argmin()],
     }[c.mode]
-    return f"set the cost limit to {limit:g}"
+    return f"set the cost limit to {limit:.17g}"

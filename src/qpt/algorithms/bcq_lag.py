@@ -84,7 +84,17 @@ class BCQLagConfig:
     """At deployment: actions drawn, of which the best by Q^r - λ Q^c is taken (1 as published; BCQ itself: 10)."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(
+            self,
+            samples="at least 1",
+            vae_width="at least 1",
+            vae_beta="at least 0",
+            reach="at least 0",
+            caution="from 0 to 1",
+            kp="at least 0",
+            ki="at least 0",
+            kd="at least 0",
+        )
 
     @classmethod
     def preset(cls, name: str) -> BCQLagConfig:

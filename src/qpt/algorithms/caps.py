@@ -97,7 +97,13 @@ class CAPSConfig:
     METADRIVE: ClassVar[dict[str, float]] = {"expectile": 0.5}  # what the authors set there
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(
+            self,
+            q_weight="at least 0",
+            reward_temperature="at least 0",
+            cost_temperature="at least 0",
+            weight_max="above 0",
+        )
 
     @classmethod
     def preset(cls, name: str) -> CAPSConfig:

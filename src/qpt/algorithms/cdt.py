@@ -81,7 +81,7 @@ class CDTConfig:
     augmentation_rule: Literal["paper", "osrl"] = "osrl"
     """CDT's rule as published in code, or Algorithm 2 of the QPT paper."""
     augmentation_fraction: float = 0.2
-    """Relabelled episodes, as a share of the logged ones."""
+    """Relabelled episodes, as a share of the logged ones (rule osrl: of those that its grid leaves)."""
     weighting: Weighting = "low-cost"
     """How episodes are drawn: in proportion to ceiling - cost, by length, or uniformly."""
     cost_ceiling: float = 70.0
@@ -106,7 +106,7 @@ class CDTConfig:
     """Return target as a multiple of that."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, temperature="above 0", cost_weight="at least 0")
 
     @classmethod
     def preset(cls, name: str) -> CDTConfig:

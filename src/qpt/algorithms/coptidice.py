@@ -71,7 +71,14 @@ class COptiDICEConfig:
     """Learning rate of networks and scalars."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(
+            self,
+            alpha="above 0",
+            discount="above 0 and below 1",
+            cost_bound_divergence="at least 0",
+            blur="at least 0",
+            log_std="a low and a higher number",
+        )
 
     @classmethod
     def preset(cls, name: str) -> COptiDICEConfig:

@@ -89,7 +89,14 @@ class CPQConfig:
     """What the targets keep at every step."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(
+            self,
+            samples="at least 1",
+            vae_width="at least 1",
+            vae_beta="at least 0",
+            unlikely="from 0 to 1",
+            log_std="a low and a higher number",
+        )
 
     @classmethod
     def preset(cls, name: str) -> CPQConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -23,22 +24,35 @@ _WORDS = {
     EllipsisType: "...",
 }
 
-
-COUNTS = ("steps", "batch_size", "context", "width", "layers", "heads", "critic_width", "candidates", "n_step")
+_RULES: dict[str, Callable[[Any], bool]] = {
+    "at least 1": lambda x: bool(x >= 1),
+    "at least 2": lambda x: bool(x >= 2),
+    "at least 0": lambda x: bool(x >= 0),
+    "above 0": lambda x: bool(x > 0),
+    "from 0 to 1": lambda x: bool(0 <= x <= 1),
+    "from 0 to below 1": lambda x: bool(0 <= x < 1),
+    "above 0 and at most 1": lambda x: bool(0 < x <= 1),
+    "above 0 and below 1": lambda x: bool(0 < x < 1),
+    "a low and a higher number": lambda x: bool(x[0] < x[1]),
+    "one number or more": lambda x: len(x) > 0,
+}
 # Numbers whose names mean the same in every config; beyond these a step climbs, or a value means nothing.
-SHARES = (
-    *("dropout", "attention_dropout", "condition_dropout", "ema", "critic_ema", "ema_rate", "target_rate"),
-    *("expectile", "reward_expectile", "cost_expectile"),
-)
-SIZES = (
-    *("weight_decay", "clip", "critic_clip", "warmup", "cost_ceiling"),
-    *("rtg_noise", "ctg_noise", "action_noise", "test_radius"),
-)
-SCALES = ("return_scale", "cost_scale", "reward_scale", "critic_cost_scale", "normalizer_floor")
+_NAMES = {
+    "at least 1": "steps batch_size context width layers heads critic_width candidates n_step",
+    "at least 0": "weight_decay clip critic_clip warmup cost_ceiling cost_limit rtg_noise ctg_noise action_noise",
+    "above 0": "return_scale cost_scale reward_scale critic_cost_scale normalizer_floor",
+    "from 0 to 1": "condition_dropout ema critic_ema ema_rate target_rate expectile reward_expectile cost_expectile",
+    "from 0 to below 1": "dropout attention_dropout",
+    "above 0 and at most 1": "discount cost_discount",
+}
+_SHARED = {name: rule for rule, names in _NAMES.items() for name in names.split()}
 
 
-def check_fields(config: Any) -> None:
-    """The `__post_init__` of a config: every value fits its field, whichever way it came in."""
+def check_fields(config: Any, **rules: str) -> None:
+    """The `__post_init__` of a config: every value fits its field, whichever way it came in.
+
+    `rules` are those of single fields, by name, beyond what a name means in every config.
+    """
     hints = get_type_hints(type(config))
     for name in (field.name for field in fields(config)):
         value = getattr(config, name)
@@ -46,23 +60,13 @@ def check_fields(config: Any) -> None:
             object.__setattr__(config, name, fitting(value, hints[name]))  # configs are frozen
         except ValueError:
             raise QptError(f"{name} is {choices(hints[name])}, not {value!r}") from None
-        if value is not None and (rule := _broken_rule(name, value)):
+        rule = rules.get(name) or ("at least 0" if name.endswith("lr") else _SHARED.get(name))
+        if value is not None and rule and not _RULES[rule](value):
             raise QptError(f"{name} must be {rule}, not {value}")
+    if "betas" in hints and not all(0 <= one < 1 for one in config.betas):
+        raise QptError(f"betas must be from 0 to below 1, not {config.betas}")
     if "heads" in hints and "layers" in hints and config.width % config.heads:  # of a transformer
         raise QptError(f"the width must be a multiple of the heads, but {config.width} is not one of {config.heads}")
-
-
-def _broken_rule(name: str, value: Any) -> str:
-    """What a number of this name must be and this one is not."""
-    if name in COUNTS and value < 1:
-        return "at least 1"
-    if name in SHARES and not 0 <= value <= 1:
-        return "from 0 to 1"
-    if (name in SIZES or name.endswith("lr")) and value < 0:
-        return "at least 0"
-    if name in SCALES and value <= 0:
-        return "above 0"
-    return "from 0 to below 1" if name == "betas" and not all(0 <= one < 1 for one in value) else ""
 
 
 def fitting(value: Any, hint: Any) -> Any:

@@ -114,7 +114,22 @@ class FISORConfig:
     METADRIVE: ClassVar[dict[str, float]] = {"cost_weight_min": 1.0}  # what the authors set there
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(
+            self,
+            feasibility_discount="above 0 and at most 1",
+            violation="above 0",
+            policy_updates="at least 1",
+            critic_batch="at least 1",
+            diffusion_steps="at least 1",
+            policy_width="at least 1",
+            blocks="at least 1",
+            lr_horizon="at least 1",
+            reward_temperature="at least 0",
+            cost_temperature="at least 0",
+            reward_weight_max="above 0",
+            cost_weight_max="above 0",
+            cost_weight_min="at least 0",
+        )
 
     @classmethod
     def preset(cls, name: str) -> FISORConfig:

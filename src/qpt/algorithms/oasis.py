@@ -125,7 +125,21 @@ class OASISConfig:
         return max(self.steps - self.generator_steps - self.labeler_steps, 0)
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(
+            self,
+            diffusion_steps="at least 1",
+            inverse_width="at least 1",
+            labeler_width="at least 1",
+            window="at least 2",
+            sequences="at least 1",
+            kept="at least 1",
+            stage_min="at least 0",
+            generator_share="from 0 to 1",
+            labeler_share="from 0 to 1",
+            clean_bound="above 0",
+            condition_costs="one number or more",
+            condition_returns="one number or more",
+        )
 
     @classmethod
     def preset(cls, name: str) -> OASISConfig:

@@ -50,7 +50,7 @@ class QPTConfig:
     augmentation_rule: Literal["paper", "osrl"] = "paper"
     """Algorithm 2 of the paper, or CDT's code."""
     augmentation_fraction: float = 0.2
-    """Relabelled episodes, as a share of the logged ones."""
+    """Relabelled episodes, as a share of the logged ones (rule osrl: of those that its grid leaves)."""
     weighting: Weighting = "uniform"
     """How episodes are drawn; "low-cost" is CDT's and never sees those above the ceiling."""
     cost_ceiling: float = 70.0
@@ -101,10 +101,10 @@ class QPTConfig:
     eta_cost: float = 0.1
     """η2, weight of the cost term."""
     cost_term: Literal["all", "excess"] = "excess"
-    """Penalise the whole Q^c (paper), or only what exceeds the remaining budget."""
+    """Penalise the whole Q^c (paper), or only what exceeds the remaining budget (measured in docs/methods/qpt.md)."""
     normalizer: Literal["batch", "data"] = "data"
     """Scale of a term: the batch mean of |Q| on logged actions (paper), as the critics' step has just found it, or a
-    constant of the data, which does not shrink as the policy gets safer."""
+    constant of the data, which does not shrink as the policy gets safer (measured in docs/methods/qpt.md)."""
     normalizer_floor: float = 0.01
     """Smallest normaliser, for data in which costs are almost never seen."""
 
@@ -147,8 +147,9 @@ class QPTConfig:
     candidates: int = 50
     """Target pairs tried in one pass."""
     rtg_noise: float = 0.2
-    """Spread of the candidates' return targets, relative to the target (paper: 5 %). Wide enough that some ask for far
-    less: when the policy's own action fails the test, they are the way out (measured in docs/comparison.md)."""
+    """Spread of the candidates' return targets, relative to the target (preset paper: 5 %; the paper names none). Wide
+    enough that some ask for far less: when the policy's own action fails the test, they are the way out (measured in
+    docs/comparison.md)."""
     ctg_noise: float = 0.1
     """Spread of the candidates' cost-to-go, relative to the limit (paper: 0; measured in docs/results.md)."""
     action_noise: float = 0.0
@@ -184,24 +185,25 @@ class QPTConfig:
     """Over the twin reward critics, in targets and scores."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(
+            self,
+            eta_reward="at least 0",
+            eta_cost="at least 0",
+            unfit_penalty="at least 0",
+            decay="from 0 to 1",
+            limit_factor="above 0 and at most 1",
+            frugality="from 0 to 1",
+            test_radius="at least 0",
+            support="at least 0",
+            tradeoff="at least 0",
+        )
         if self.budget_critics and self.bootstrap != "expectile":
             raise QptError('budget critics need bootstrap "expectile"; add --no-budget-critics, or leave it so')
         trained = self.train_with_reward_critic or self.train_with_cost_critic or self.inference_with_candidates
         if trained and self.context < 2:  # only ends of episodes would have a target
             raise QptError("critics learn from the steps that follow in a window; give a context of at least 2")
-        if self.support < 0:
-            raise QptError(f"support is a ratio of likelihoods, at least 0, not {self.support:g}")
         if self.history is not None and not 1 <= self.history <= self.context:
             raise QptError(f"history is from 1 to the context of {self.context} steps, not {self.history}")
-        if not 0 < self.limit_factor <= 1:
-            raise QptError(f"limit_factor is a share of the limit, above 0 and at most 1, not {self.limit_factor:g}")
-        if self.frugality is not None and not 0 <= self.frugality <= 1:
-            raise QptError(f"frugality is a share of the range of returns, from 0 to 1, not {self.frugality:g}")
-        if not 0 <= self.decay <= 1:
-            raise QptError(f"decay is a share of the steps, from 0 to 1, not {self.decay:g}")
-        if not 0 < self.discount <= 1 or not 0 < self.cost_discount <= 1:
-            raise QptError("discounts lie above 0 and at most at 1")
 
     @classmethod
     def preset(cls, name: str) -> QPTConfig:
