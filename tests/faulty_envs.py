@@ -71,6 +71,23 @@ def walk(fault: Any = None) -> Walk:
     return Walk(fault)
 
 
+class Blind(Walk):
+    """Without an observation after the last step."""
+
+    def step(self, action: Any) -> Any:
+        seen, reward, over, *rest = super().step(action)
+        return (np.full(3, np.nan) if over else seen, reward, over, *rest)
+
+
+class Drawn(Walk):
+    """With pictures."""
+
+    render_mode = "rgb_array"
+
+    def render(self) -> Any:
+        return np.full((16, 24, 3), 5 * self.steps, np.uint8)
+
+
 def walk_task(fault: Any = None, **facts: Any) -> Task:
     """Episodes that end by a terminal after 3 to 39 steps, or by a timeout after 30."""
     defaults = {"observation_dim": 3, "action_dim": 2, "horizon": 30, "reward_min": -10.0, "reward_max": 10.0}

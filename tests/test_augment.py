@@ -351,6 +351,9 @@ def test_seeds_differ_and_fraction_0_gives_none() -> None:
         {"beta": 0.0},
         {"max_reward": float("inf")},
         {"min_reward": float("nan")},
+        {"max_reward_decrease": float("nan")},
+        {"max_reward_decrease": -1.0},
+        {"seed": -1},
     ],
 )
 def test_wrong_arguments_are_told(wrong: dict[str, Any]) -> None:

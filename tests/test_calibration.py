@@ -123,12 +123,12 @@ def test_what_held_out_episodes_cannot_tell() -> None:
 
 def test_the_command_with_held_out_episodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     method, data = held_out_case()
-    folder, rest = tmp_path / "checkpoint", write(data, tmp_path / "rest.hdf5")
+    folder, rest = tmp_path / "run[/v1]", write(data, tmp_path / "rest.hdf5")
     write_checkpoint(folder, "qpt", method, asdict(method.config), {}, {"step": 0, "seed": 0})
     given = ["calibrate", "--checkpoint", str(folder), "--held-out", str(rest)]
     assert main([*given, "--limits", "100", "--level", "0.8"]) == 0
     offset = calibration.held_out(method, data).offset(0.8, 100.0)
-    assert f"--set test_offset={offset:.2f}" in " ".join(capsys.readouterr().out.split())
+    assert f"--checkpoint {folder} --set test_offset={offset:.2f}\n" in capsys.readouterr().out
     assert main([*given, "--out", str(tmp_path / "c.png")]) == 1
     assert "leave it or --held-out away" in capsys.readouterr().err
     trained = {"step": 0, "seed": 0, "data": {"fingerprint": data.fingerprint}}

@@ -389,9 +389,10 @@ def qpt_certify(run: Path, *args: str) -> int:
 def test_the_command_accepts_rejects_and_gives_up(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "new" / "certificate.json"
+    out = tmp_path / "new[/v1]" / "certificate.json"
     assert qpt_certify(trained, "--limit", "72", "--out", str(out)) == 0  # the most that an episode can cost
     text = capsys.readouterr().out
+    assert text.endswith(f"wrote {out}\n")
     least = least_episodes(0.05, 0.95)
     assert text.index(f"{least} episodes are needed") < text.index("ACCEPTED: P(episode cost > 72) <= 0.05")
     found = json.loads(out.read_text())

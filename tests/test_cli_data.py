@@ -18,6 +18,7 @@ from qpt.cli import main
 from qpt.cli.run import run_group
 from qpt.data import Trajectories, load_dataset, read, write
 from qpt.errors import QptError
+from qpt.tasks import get_task
 
 
 @pytest.fixture
@@ -80,6 +81,8 @@ def test_info_says_what_was_dropped(small: Path, capsys: pytest.CaptureFixture[s
         (["info", "BalCircle"], 1, "did you mean 'BallCircle'"),
         (["info", "embedded:ballcircle", "--limits", "-1"], 1, "a cost limit is a number from 0 up"),
         (["info", "embedded:ballcircle", "--out", "a.doc"], 1, "end its name in .png"),
+        (["augment", "embedded:ballcircle", "--seed", "-1"], 1, "a seed is a whole number of at least 0, not -1"),
+        (["augment", "embedded:ballcircle", "--max-reward-decrease", "nan"], 1, "must be 0 or more, not nan"),
         (["convert", "embedded:ballcircle", "a.csv"], 1, "ends in .hdf5 or .npz"),
         (["validate"], 2, "no file is given"),
         (["nonsense"], 2, "there is no command 'data nonsense'"),
@@ -126,6 +129,22 @@ def test_split(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert told in capsys.readouterr().err
     assert small.read_bytes() == before
     assert not (tmp_path / "new.hdf5").exists()
+
+
+def test_split_leaves_the_file_that_a_task_stands_for(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QPT_DATA_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("DSRL_DATASET_DIR", raising=False)
+    cached = tmp_path / "cache" / str(get_task("BallCircle").data_file)
+    cached.parent.mkdir()
+    before = small.read_bytes()
+    cached.write_bytes(before)
+    for parts in ((cached, tmp_path / "rest.hdf5"), (tmp_path / "train.hdf5", cached)):
+        assert main(["data", "split", "BallCircle", *map(str, parts)]) == 1
+        assert "BallCircle would be replaced by a part of itself" in capsys.readouterr().err
+    assert cached.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "small.hdf5"]
 
 
 def test_validate(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -521,6 +521,7 @@ def test_a_broken_environment_is_told_in_a_sentence(env: Any, match: str, tmp_pa
         (["--task", "BallRun", "--trajectories", "0"], "at least one trajectory"),
         (["--task", "BallRun", "--cost-cap", "0"], "positive number"),
         (["--task", "BallRun", "--policy", "nowhere"], "folder of a checkpoint or module:function"),
+        (["--task", "BallRun", "--policy", "math:pi"], "the policy 'math:pi' is a float; give a function"),
         (["--task", "BallRun", "--schedule", "missing.toml"], "cannot be read"),
         (["--env", "nonsense"], "module:function"),
         (["--env", "no_such_module:make"], "cannot be imported"),

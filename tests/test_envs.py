@@ -368,6 +368,38 @@ def test_a_cost_that_is_no_number_is_told() -> None:
         env.step(np.zeros(2))
 
 
+def test_a_negative_cost_is_told() -> None:
+    own, costs = Own(), iter([0.0, -0.5])
+    own.step = lambda _: (np.zeros(2), 1.0, next(costs), False, False, {})  # type: ignore[method-assign]
+    env = wrap_env(own, name="Mine")
+    env.reset(seed=0)
+    env.step(np.zeros(2))
+    with pytest.raises(QptError, match=r"Mine gave .* a cost of -0\.5 at step 1; .* must not be negative"):
+        env.step(np.zeros(2))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_an_observation_that_is_no_number_is_told_at_its_step(value: float) -> None:
+    own, seen = Own(), iter([np.zeros(2), np.array([1e30, 0]), np.array([0, value])])
+    own.step = lambda _: (next(seen), 1.0, 0.0, False, False, {})  # type: ignore[method-assign]
+    env = wrap_env(own, name="Mine")
+    env.reset(seed=0)
+    env.step(np.zeros(2))
+    assert env.step(np.zeros(2))[0][0] == np.float32(1e30)  # large, but a number
+    with pytest.raises(QptError, match=r"Mine gave an observation .* not finite, after 3 steps"):
+        env.step(np.zeros(2))
+    own.reset = lambda **_: (np.array([value, 0]), {})  # type: ignore[method-assign]
+    with pytest.raises(QptError, match="after 0 steps"):
+        wrap_env(own).reset(seed=0)
+
+
+def test_an_environment_that_cannot_draw_is_told() -> None:
+    env = wrap_env(Own(), name="Mine")  # its render() is Gymnasium's, which raises NotImplementedError
+    env.reset(seed=0)
+    with pytest.raises(QptError, match="Mine gave no picture"):
+        env.render()
+
+
 @pytest.mark.parametrize("six", [False, True])
 def test_own_environment(six: bool) -> None:
     own = Own(six)

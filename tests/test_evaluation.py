@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import os
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ import torch
 from rich.console import Console
 
 import qpt.evaluation
-from faulty_envs import once, raises, slow, walk, walk_task
+from faulty_envs import Blind, once, raises, slow, walk, walk_task
 from helpers import tiny_data
 from qpt import stats
 from qpt.algorithms.bc import BCConfig
@@ -294,6 +296,13 @@ def test_recorded_trajectories_are_the_episodes() -> None:
         np.testing.assert_array_equal(data.final_observations[e], following)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("record", [False, True])
+def test_an_observation_that_is_no_number_is_told_when_it_comes(workers: int, record: bool) -> None:
+    with pytest.raises(QptError, match=r"Walk gave an observation .* after \d+ steps"):
+        evaluate(RandomPolicy(2), replace(walk_task(), env_factory=Blind), episodes=4, workers=workers, record=record)
+
+
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_tables_come_back_as_they_were_saved(suffix: str, tmp_path: Path) -> None:
     if suffix == "parquet":
@@ -356,6 +365,12 @@ def test_two_episodes_have_no_interval_and_no_verdict() -> None:
     assert stats.verdict(line["cost_interval"], 6.0) == "unclear"
 
 
+class Modeless(RandomPolicy):
+    @property
+    def limit_mode(self) -> str:  # type: ignore[override]
+        raise AttributeError("not said")
+
+
 def test_wrong_arguments_get_one_sentence() -> None:
     random = RandomPolicy(2)
     data_policy = NoisyPolicy()
@@ -365,7 +380,11 @@ def test_wrong_arguments_get_one_sentence() -> None:
         (lambda: evaluate(random, walk_task(), episodes=0), "at least one episode"),
         (lambda: evaluate(random, walk_task(), cost_limits=()), "one cost limit"),
         (lambda: evaluate(random, walk_task(), cost_limits=(-1,)), "not negative"),
-        (lambda: evaluate(random, walk_task(), seed=-1), "must not be negative"),
+        (lambda: evaluate(random, walk_task(), seed=-1), "from 0 to"),
+        (lambda: evaluate(random, walk_task(raises), seed=2**63, workers=0), "from 0 to"),  # before any step
+        (lambda: evaluate(random, walk_task(), workers=-1), "must not be negative"),
+        (lambda: evaluate(uphill, walk_task(raises), workers=0), "a function has no limit_mode.* CallablePolicy"),
+        (lambda: evaluate(Modeless(2), walk_task(raises), workers=0), "a Modeless has no limit_mode"),
         (lambda: evaluate(random, Task("Nowhere")), "no simulator"),
         (lambda: evaluate(RandomPolicy(3), walk_task(), workers=0), "actions of shape"),
         (lambda: evaluate(ConstantPolicy([np.nan, 0]), walk_task(), workers=0), "not finite"),
@@ -509,6 +528,77 @@ def test_the_command_prints_a_table_and_writes_files(tmp_path: Path, capsys: pyt
     assert len(re.findall(r"\[-?\d+\.\d+, -?\d+\.\d+\]", zero)) == 2 * 4
 
 
+def full_disk(_: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.usefixtures("tasks_file")
+def test_a_full_disk_does_not_cost_the_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "fsync", full_disk)
+    common = ["evaluate", "--task", "FileWalk", "--policy", "random", "--workers", "0", "--episodes", "3"]
+    for flag, name in (("--out", "t.csv"), ("--record", "t.hdf5")):
+        assert main([*common, flag, str(tmp_path / name)]) == 1
+        printed = capsys.readouterr()
+        assert "FileWalk · random · 3 episodes a limit" in printed.out
+        assert f"{name} cannot be written: No space left on device" in printed.err
+
+
+def test_a_table_is_written_before_its_provenance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    episodes = evaluate(RandomPolicy(2), walk_task(), episodes=2, workers=0)
+    turns = iter([os.fsync, full_disk])  # room for one file
+    monkeypatch.setattr(os, "fsync", lambda file: next(turns)(file))
+    with pytest.raises(QptError, match="cannot be written"):
+        episodes.save(tmp_path / "t.csv")
+    np.testing.assert_equal(rows(Episodes.load(tmp_path / "t.csv")), rows(episodes))
+
+
+@pytest.mark.usefixtures("tasks_file")
+@pytest.mark.parametrize("folder", ["run[v1]", "run[/v1]", ":car:"])
+def test_paths_are_printed_as_they_are(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, record = tmp_path / folder / "e.csv", tmp_path / folder / "e.npz"
+    run = TrainConfig(algorithm="bc-safe", config=BCConfig(steps=1, batch_size=4, width=8, mode="all"), progress=False)
+    checkpoint = train(replace(run, out=tmp_path / folder / "run"), tiny_data()).folder / "checkpoints"
+    given = ["--checkpoint", str(checkpoint.parent), "--out", str(out), "--record", str(record)]
+    assert main(["evaluate", "--task", "FileWalk", "--workers", "0", "--episodes", "1", *given]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {f"Checkpoint: {checkpoint / 'step-000000001'}", f"wrote {out}", f"wrote {record}"} <= set(lines)
+
+
+def test_pictures_are_written_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("imageio")
+    images = pytest.importorskip("PIL.Image")
+    facts = "observation_dim = 3\naction_dim = 2\nhorizon = 20\ncost_limits = [4.0]\n"
+    tasks = f'[[task]]\nname = "Drawn"\nenv = "faulty_envs:Drawn"\n{facts}'
+    tasks += f'[[task]]\nname = "Bare"\nenv = "faulty_envs:walk"\n{facts}'
+    (tmp_path / "tasks.toml").write_text(tasks)
+    monkeypatch.setenv("QPT_TASKS", str(tmp_path / "tasks.toml"))
+    folder, table = tmp_path / "gif[s]", tmp_path / "t.csv"
+    common = ["evaluate", "--policy", "zero", "--workers", "0", "--episodes", "2"]
+    common += ["--render", "1", "--render-dir", str(folder)]
+    assert main([*common, "--task", "Drawn", "--out", str(table)]) == 0
+    picture = folder / "Drawn-limit4-episode0.gif"
+    assert f"wrote {picture}\n" in capsys.readouterr().out
+    with images.open(picture) as film:
+        assert (film.format, film.size, film.info["duration"], film.info["loop"]) == ("GIF", (24, 16), 40, 0)
+        shades = []
+        for number in range(film.n_frames):
+            film.seek(number)
+            shades.append(np.asarray(film.convert("RGB"))[0, 0, 0])
+    assert shades == list(range(0, 5 * Episodes.load(table).lengths[0], 5))
+    assert main([*common, "--task", "Bare"]) == 1
+    assert "Bare gave no picture" in capsys.readouterr().err
+    before = picture.read_bytes()
+    monkeypatch.setattr(os, "fsync", full_disk)
+    assert main([*common, "--task", "Drawn"]) == 1
+    assert f"{picture} cannot be written: No space left on device; the old file" in capsys.readouterr().err
+    assert picture.read_bytes() == before
+    assert list(folder.iterdir()) == [picture]
+
+
 def test_the_command_changes_how_a_checkpoint_decides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -627,6 +717,7 @@ def test_the_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> N
         (["--policy", "random"], "--task"),
         (["--task", "FileWalk", "--policy", "nonsense"], "no policy 'nonsense'"),
         (["--task", "FileWalk", "--policy", "no_such_module:f"], "cannot be imported"),
+        (["--task", "FileWalk", "--policy", "math:pi"], "the policy 'math:pi' is a float; give a function"),
         (["--task", "FileWalk", "--policy", "constant:1"], "2 numbers from -1 to 1 is needed, as in constant:0.5,0.5"),
         (["--task", "FileWalk", "--policy", "constant:nan,0"], "2 numbers"),
         (["--task", "FileWalk", "--policy", "zero", "--out", "t.txt"], ".csv or .parquet"),

@@ -135,6 +135,20 @@ def test_costs_by_another_name(tmp_path: Path) -> None:
             read(path, cost_key="harm")
 
 
+def test_costs_in_a_group(tmp_path: Path) -> None:
+    columns = arrays()
+    expected = Trajectories.from_arrays(**columns)
+    columns["infos/cost"] = columns.pop("costs")
+    path = save(tmp_path / "a.hdf5", columns)
+    for key in ("infos/cost", "/infos/cost", "infos//cost"):
+        assert same(read(path, cost_key=key), expected)
+    for key in ("info/cost", "infos/costs", "rewards/cost", "infos/cost/0"):  # no such group, no group at all
+        with pytest.raises(QptError, match=f"{key} is missing; it has actions, infos, "):
+            read(path, cost_key=key)
+    with pytest.raises(QptError, match="costs is a group"):
+        read(path, cost_key="infos")
+
+
 def test_missing_timeouts(tmp_path: Path) -> None:
     """Allowed where every episode ends by a terminal, as the data themselves show."""
     columns = arrays()

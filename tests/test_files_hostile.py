@@ -340,6 +340,21 @@ def test_hostile(what: str, tmp_path: Path) -> None:
     judge(found["text"].replace(str(path), "file"))
 
 
+@pytest.mark.parametrize("kind", ["external", "soft"])
+def test_no_part_of_a_cost_key_leads_out_of_the_file(kind: str, tmp_path: Path) -> None:
+    path, arrays = tmp_path / "a.hdf5", columns(np.random.default_rng(1))
+    with h5py.File(tmp_path / "elsewhere.hdf5", "w") as other:
+        other["deep/cost"] = arrays["costs"]
+    with h5py.File(path, "w") as file:
+        for name, values in arrays.items():
+            file[name] = values
+        file["within/cost"] = arrays["costs"]
+        file["away"] = h5py.ExternalLink("elsewhere.hdf5", "/") if kind == "external" else h5py.SoftLink("/within")
+    for key in ("away/cost", "away/deep/cost"):
+        with pytest.raises(QptError, match=f"{key} is a link to another place"):
+            read(path, cost_key=key)
+
+
 def test_the_claim_is_compared_with_the_file(tmp_path: Path) -> None:
     """Also where the limit would allow it: a small file cannot hold gigabytes."""
     path = tmp_path / "hostile.hdf5"

@@ -407,10 +407,12 @@ def test_the_command(trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.
     pytest.importorskip("matplotlib")
     run, data = trained
     args = ["judge", "--checkpoint", str(run), "--data", str(data), "--limits", "6", "24", "--members", "2", "--steps"]
-    assert main([*args, "20", "--out", str(tmp_path / "j.json"), "--picture", str(tmp_path / "j.png")]) == 0
+    new = tmp_path / "new[/v1]"
+    assert main([*args, "20", "--out", str(new / "j.json"), "--picture", str(new / "j.png")]) == 0
     printed = capsys.readouterr().out
+    assert printed.endswith(f"wrote {new / 'j.json'}\nwrote {new / 'j.png'}\n")
     assert "bc-safe · judged on 20 logged episodes, 95% intervals" in printed
-    content = json.loads((tmp_path / "j.json").read_text())
+    content = json.loads((new / "j.json").read_text())
     assert [part["cost_limit"] for part in content["limits"]] == [6.0, 24.0]
     part = content["limits"][0]
     assert part["cost_interval"][0] <= part["expected_cost"] <= part["cost_interval"][1]
@@ -418,7 +420,7 @@ def test_the_command(trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.
     assert content["sha256"] == json.loads((resolve(run) / "manifest.json").read_text())["sha256"]
     assert content["fingerprint"] == load_dataset(data).fingerprint
     assert {"versions", "command"} <= set(content["provenance"])
-    assert (tmp_path / "j.png").stat().st_size > 5000
+    assert (new / "j.png").stat().st_size > 5000
     assert main([*args, "20", "--out", str(tmp_path / "j.csv")]) == 0
     with (tmp_path / "j.csv").open() as file:
         rows = list(csv.DictReader(file))

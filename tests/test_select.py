@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from helpers import tiny_data
 from qpt import QptError
 from qpt.algorithms.base import algorithm_classes
 from qpt.cli import main
+from qpt.cli.select import table
 from qpt.data import write
 from qpt.envs.toy import tradeoff
 from qpt.evaluation import Episodes, evaluate
@@ -44,6 +47,14 @@ def test_without_a_qualified_one_the_lowest_bound_is_first() -> None:
     assert found.chosen.candidate.checkpoint == "b"
 
 
+def test_names_stand_in_the_table_as_they_are() -> None:
+    screen = Console(width=200, file=io.StringIO())
+    screen.print(table(rank([ranked("run[v1]/a", 5, 3, 9, 10), ranked("run[/v1]/b", 9, 8, 12, 10)], 10.0)))
+    text = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "run[v1]/a" in text
+    assert "run[/v1]/b" in text
+
+
 def test_the_regret_against_the_oracle_and_the_last_checkpoints() -> None:
     rows = [ranked("a", 5, 3, 9, 10), ranked("b", 4, 3, 9, 10), ranked("c", 9, 8, 20, 10, last=True)]
     real = {"a": (50.0, 4.0), "b": (80.0, 10.0), "c": (90.0, 30.0)}
@@ -63,7 +74,7 @@ def runs(tmp_path: Path) -> tuple[list[Path], Path]:
     folders = []
     for limit in (20.0, 40.0):
         config = algorithm_classes("bc-safe")[1](steps=20, batch_size=16, width=16, cost_limit=limit)
-        out = tmp_path / f"run-{limit:g}"
+        out = tmp_path / "runs[v1]" / f"run-{limit:g}"
         kept = {"checkpoint_every": 10, "progress": False, "device": "cpu"}
         train(TrainConfig(algorithm="bc-safe", config=config, out=out, **kept), first)
         folders.append(out)
@@ -106,10 +117,12 @@ def test_the_command(runs: tuple[list[Path], Path], tmp_path: Path, capsys: pyte
         tables.append(evaluate(policy, tradeoff(0).task(), episodes=3, cost_limits=limits, workers=0))
     Episodes.concatenate(tables).save(tmp_path / "episodes.csv")
     common = ["--data", str(data), "--members", "2", "--steps", "20"]
-    args = ["select", *map(str, folders), *common, "--out", str(tmp_path / "s.json")]
+    out = tmp_path / "new[/v1]" / "s.json"
+    args = ["select", *map(str, folders), *common, "--out", str(out)]
     assert main([*args, "--limit", "1000", "--oracle", str(tmp_path / "episodes.csv")]) == 0
     printed = capsys.readouterr().out
-    content = json.loads((tmp_path / "s.json").read_text())
+    content = json.loads(out.read_text())
+    assert printed.endswith(f"wrote {out}\n")
     assert f"Chosen: {content['ranking'][0]['checkpoint']}" in printed
     assert content["qualified"]
     values = [row["expected_return"] for row in content["ranking"]]
@@ -123,8 +136,8 @@ def test_the_command(runs: tuple[list[Path], Path], tmp_path: Path, capsys: pyte
     for limit in ("-1", "nan"):
         assert main([*args, "--limit", limit]) == 1
         assert "at least 0" in capsys.readouterr().err
-    for table in tables:
-        table.cost_limit[:] = 7.0
+    for part in tables:
+        part.cost_limit[:] = 7.0
     Episodes.concatenate(tables).save(tmp_path / "others.csv")
     assert main([*args, "--limit", "30", "--oracle", str(tmp_path / "others.csv")]) == 1
     assert "at the limit that it is given, " in capsys.readouterr().err

@@ -100,6 +100,11 @@ def test_probability_of_improvement_counts_all_pairs(a: list[int], b: list[int])
     assert stats.probability_of_improvement(a, b) == pytest.approx(u / (len(a) * len(b)))
 
 
+def test_nothing_is_said_of_an_improvement_that_is_no_number() -> None:
+    for a, b in (([1.0, math.nan], [0.0]), ([1.0], [0.0, math.nan])):
+        assert math.isnan(stats.probability_of_improvement(a, b))
+
+
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=20), st.floats(0.01, 1.0))
 @settings(deadline=None)
 def test_cvar_is_the_least_of_its_variational_form(costs: list[float], alpha: float) -> None:
@@ -144,6 +149,15 @@ def test_checkpoints_are_selected_by_return_among_the_safe_else_by_cost() -> Non
     assert stats.select_checkpoint([{"return": 5, "cost": 3}, {"return": 5, "cost": 1}], 5) == 1
     with pytest.raises(QptError, match="no checkpoint"):
         stats.select_checkpoint([], 5)
+
+
+def test_checkpoints_whose_numbers_are_none_are_passed_over() -> None:
+    pairs = ((math.nan, 1), (3, 4), (9, math.nan), (math.nan, 0))
+    rows = [{"return": value, "cost": cost} for value, cost in pairs]
+    assert stats.select_checkpoint(rows, 10) == 1
+    assert stats.select_checkpoint(rows, 2) == 1
+    with pytest.raises(QptError, match="that are numbers"):
+        stats.select_checkpoint([rows[0], rows[2]], 10)
 
 
 def test_wrong_arguments_get_one_sentence() -> None:

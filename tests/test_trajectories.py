@@ -125,6 +125,11 @@ def test_frontier(case: tuple[list[int], int, int, bool], limits: list[float]) -
     assert [pairs[i][0] for i in pareto] == sorted(pairs[i][0] for i in pareto)
 
 
+def test_nothing_is_within_a_limit_that_is_no_number() -> None:
+    data = Trajectories.from_arrays(**arrays([4, 3]))
+    assert data.reward_frontier([np.nan, np.inf]).tolist() == [-np.inf, data.returns.max()]
+
+
 @settings(max_examples=40, deadline=None)
 @given(cases, st.floats(0.01, 0.99), st.integers(0, 99))
 def test_split_and_concatenate(case: tuple[list[int], int, int, bool], fraction: float, seed: int) -> None:
@@ -285,6 +290,12 @@ def spoil(**changes: object) -> dict[str, object]:
         ({"terminals": np.zeros((7, 2))}, r"terminals has shape \[7, 2\]"),
         ({"terminals": np.zeros(7), "timeouts": np.zeros(7)}, "no episode is complete"),
         ({"final_observations": np.zeros((3, 3))}, "final_observations has 3 rows but there are 2 episodes"),
+        ({"observations": [[0.0, 1.0, 2.0]] * 6 + [[0.0]]}, "rows of observations differ in length; give every step"),
+        ({"actions": [[0.0]] * 6 + [[0.0, 1.0]]}, "rows of actions differ in length"),
+        ({"terminals": [[0]] * 6 + [[0, 1]], "timeouts": None}, "rows of terminals differ in length"),
+        ({"next_observations": [[0.0, 1.0, 2.0]] * 6 + [[0.0]]}, "rows of next_observations differ in length"),
+        ({"action_bound": np.nan}, "above 0, not nan"),
+        ({"action_bound": 0.0}, "above 0, not 0"),
         ({"final_observations": np.zeros((2, 4))}, "have 3 columns but the observations after them have 4"),
     ],
 )
@@ -324,6 +335,8 @@ def test_bad_splits_and_parts() -> None:
     data = Trajectories.from_arrays(**arrays([4, 3]))
     with pytest.raises(QptError, match="between 0 and 1"):
         data.split(1.0)
+    with pytest.raises(QptError, match="at least 0, not -1"):
+        data.split(0.5, seed=-1)
     with pytest.raises(QptError, match="nothing to concatenate"):
         Trajectories.concatenate([])
     narrow = spoil(actions=np.zeros((7, 1)))

@@ -125,8 +125,10 @@ def test_what_the_user_can_mend_is_raised_as_it_is() -> None:
 def test_factories_that_cannot_travel_get_a_clear_error() -> None:
     here = Task("Here", env_factory=lambda: None, observation_dim=1, action_dim=1)
     assert not portable(here)
+    before = next_file()
     with pytest.raises(QptError, match="workers=0"):
         EnvPool(here, 2, 2)
+    assert next_file() == before  # none is left open
 
 
 def test_dimensions_are_looked_up_where_the_task_does_not_say() -> None:
@@ -167,6 +169,13 @@ def test_no_worker_outlives_its_parent(blow: signal.Signals) -> None:
         assert time.monotonic() < deadline, "a worker is still there"
         time.sleep(0.05)
     assert in_shared_memory() <= shared_before
+
+
+def next_file() -> int:
+    """The number that the next file opened would have."""
+    number = os.dup(1)
+    os.close(number)
+    return number
 
 
 def in_shared_memory() -> set[str]:

@@ -124,8 +124,9 @@ class Episodes:
             content = io.BytesIO()
             parquet.write_table(arrow.table(columns).replace_schema_metadata({"qpt": provenance}), content)
             return write_whole(path, content.getvalue())
+        write_csv(path, columns, zip(*columns.values(), strict=True))  # first: it matters more
         write_whole(path.with_name(f"{path.name}.json"), provenance + "\n")
-        return write_csv(path, columns, zip(*columns.values(), strict=True))
+        return path
 
     @classmethod
     def load(cls, path: str | Path) -> Episodes:

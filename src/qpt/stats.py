@@ -179,8 +179,13 @@ def _bisect(increasing: Callable[[float], float]) -> float:
 
 
 def probability_of_improvement(a: npt.ArrayLike, b: npt.ArrayLike) -> float:
-    """P(A > B) for one run of each drawn at random, ties counted half (the Mann-Whitney U over its largest value)."""
+    """P(A > B) for one run of each drawn at random, ties counted half (the Mann-Whitney U over its largest value).
+
+    NaN where any of the values is.
+    """
     first, second = _values(a), np.sort(_values(b))
+    if np.isnan(first).any() or np.isnan(second).any():
+        return math.nan
     below = np.searchsorted(second, first, side="left")
     not_above = np.searchsorted(second, first, side="right")
     return float((below + not_above).mean() / (2 * len(second)))
@@ -202,11 +207,11 @@ def cvar(costs: npt.ArrayLike, alpha: float) -> float:
 def select_checkpoint(rows: Sequence[Mapping[str, float]], cost_limit: float) -> int:
     """The index of the row to keep: the highest `return` of those whose `cost` meets the limit, else the lowest `cost`.
 
-    Ties go to the lower cost (or higher return), then to the later row.
+    Ties go to the lower cost (or higher return), then to the later row. Rows with a NaN are passed over.
     """
-    if not rows:
-        raise QptError("there is no checkpoint to choose from")
-    order = range(len(rows))
+    order = [i for i, row in enumerate(rows) if not math.isnan(row["return"] + row["cost"])]
+    if not order:
+        raise QptError("there is no checkpoint to choose from: none has a return and a cost that are numbers")
     safe = [i for i in order if rows[i]["cost"] <= cost_limit]
     if safe:
         return max(safe, key=lambda i: (rows[i]["return"], -rows[i]["cost"], i))

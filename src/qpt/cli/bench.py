@@ -110,7 +110,7 @@ def _finish(bench: Bench, out: Path, table: Path) -> int:
             page.print(note, highlight=False, markup=False)
         collect_results(out).save(table)  # of everything that lies there
         write_texts(out, {"summary.json": _json(lines)})
-        page.print(f"wrote {table} and {out / 'summary.json'}", highlight=False, markup=False)
+        print(f"wrote {table} and {out / 'summary.json'}")
     return tell(bench)
 
 

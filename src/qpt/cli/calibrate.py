@@ -77,14 +77,13 @@ def calibrate(
     table = Table("limit", "predicted cost", "realised cost", "predicted return", "realised return")
     for row in calibration.rows(found):
         table.add_row(*(f"{value:.1f}" for value in row.values()))
-    console = Console()
-    console.print(table)
+    Console().print(table)
     if out is not None:
         if out.suffix == ".csv":
             calibration.save(found, out)
         else:
             plotting.save(calibration.figure(found, f"{name}: predicted and realised cost"), out)
-        console.print(f"wrote {out}", highlight=False)
+        print(f"wrote {out}")
     return 0
 
 
@@ -104,10 +103,9 @@ def _held_out(checkpoint: Path, source: str, limits: tuple[float, ...], level: f
         table.add_row(
             f"{limit:g}", f"{len(excess):,}", f"{excess.mean():.2f}", f"{(excess > 0).mean():.0%}", f"{offset:.2f}"
         )
-    console = Console()
-    console.print(table)
+    Console().print(table)
     told = f"to use that of the last limit: qpt evaluate --checkpoint {checkpoint} --set test_offset={offset:.2f}"
-    console.print(told, highlight=False)
+    print(told)
     return 0
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -110,7 +111,7 @@ def certify_command(
     console.print(sentence(certificate), highlight=False)
     if out is not None:
         write_json(out, certificate.to_json())
-        console.print(f"wrote {out}", highlight=False)
+        print(f"wrote {out}")
     return EXIT[certificate.verdict]
 
 
@@ -132,7 +133,7 @@ def _calibrate(
     console.print(calibration_table(found))
     if out is not None:
         write_json(out, vars(found))
-        console.print(f"wrote {out}", highlight=False)
+        print(f"wrote {out}")
     if found.internal_limit is None:
         console.print(
             f"Not calibrated: at the lowest internal limit, {found.grid[0]:g}, the risk is not shown to be kept.",
@@ -140,11 +141,9 @@ def _calibrate(
         )
         return EXIT["rejected"]
     path = store(found, policy.checkpoint)
-    console.print(
+    print(
         f"Calibrated: given {found.internal_limit:g}, the policy keeps P(episode cost > {limit:g}) <= {found.risk:g} "
-        f"({found.confidence:.4g} confidence); stored in {path}",
-        highlight=False,
-        soft_wrap=True,
+        f"({found.confidence:.4g} confidence); stored in {path}"
     )
     return EXIT["accepted"]
 
@@ -169,7 +168,7 @@ def sentence(c: Certificate) -> str:
 
 
 def result_table(c: Certificate) -> Table:
-    grid = Table(title=f"{c.task} · {c.algorithm} · cost limit {c.limit:g}", box=SIMPLE_HEAD, pad_edge=False)
+    grid = Table(title=escape(f"{c.task} · {c.algorithm} · cost limit {c.limit:g}"), box=SIMPLE_HEAD, pad_edge=False)
     for name in ("episodes", "violations", "share", "lower bound", "upper bound", "risk", "verdict"):
         grid.add_column(name, justify="left" if name == "verdict" else "right")
     share = c.violations / c.episodes
@@ -190,7 +189,7 @@ def forecast_table(forecasts: Sequence[Forecast]) -> Table:
 
 
 def calibration_table(found: LimitCalibration) -> Table:
-    grid = Table(title=f"{found.task} · cost limit {found.limit:g}", box=SIMPLE_HEAD, pad_edge=False)
+    grid = Table(title=escape(f"{found.task} · cost limit {found.limit:g}"), box=SIMPLE_HEAD, pad_edge=False)
     for name in ("internal limit", "episodes", "violations", "p-value", ""):
         grid.add_column(name, justify="left" if not name else "right")
     for step, violations, p_value in found.tested:

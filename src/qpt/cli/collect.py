@@ -109,11 +109,11 @@ def collect_command(
                 result = collect(facts, folder, report=progress.hear, **chosen, **common)
             print(progress.shares())
     except KeyboardInterrupt:
-        console.print(f"what was recorded lies in {folder}; run the same command again to go on", soft_wrap=True)
+        print(f"what was recorded lies in {folder}; run the same command again to go on", file=sys.stderr)
         raise
     write(result.trajectories, out, compact=compact)
     if picture:
-        draw(result, facts, out, console)
+        draw(result, facts, out)
     if not keep_episodes:
         remove(folder)
     print(_summary(result, facts, out, time.monotonic() - began))
@@ -143,7 +143,7 @@ def _whose(task: Task) -> str:
     return "DSRL" if task.name in dsrl_tasks() else "the task"
 
 
-def draw(result: Collected, task: Task, out: Path, console: Console) -> None:
+def draw(result: Collected, task: Task, out: Path) -> None:
     """The (cost, return) plane beside the file, with the published data's extremes."""
     from qpt import plotting
 
@@ -164,7 +164,7 @@ def draw(result: Collected, task: Task, out: Path, console: Console) -> None:
             axes.set_xlim(right=max(axes.get_xlim()[1], task.cost_max * 1.04))
         plotting.save(figure, out.with_suffix(".png"))
     except QptError as error:  # the data matter more than their picture
-        console.print(f"no picture: {error}", highlight=False)
+        print(f"no picture: {error}", file=sys.stderr)
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class Progress(ExitStack):
     def hear(self, number: int, message: dict[str, Any]) -> None:
         row = self.rows[number]
         if "incident" in message:
-            self.console.print(message["incident"], highlight=False, soft_wrap=True)
+            self.console.print(Text(message["incident"]), soft_wrap=True)
             return
         if "return" in message:
             row.last = message
@@ -207,7 +207,7 @@ class Progress(ExitStack):
         row.steps, row.times = message["steps"], message["times"]
         if self.live is None and time.monotonic() - self.told > 15:
             self.told = time.monotonic()
-            self.console.print(self.line(), highlight=False, soft_wrap=True)
+            self.console.print(Text(self.line()), soft_wrap=True)
 
     def rate(self) -> float:
         return sum(r.steps - r.begun_at for r in self.rows) / max(time.monotonic() - self.began, 1e-9)

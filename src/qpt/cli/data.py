@@ -15,7 +15,7 @@ from rich.text import Text
 
 from qpt import plotting
 from qpt.cli.run import Command, run_group
-from qpt.data import Trajectories, load_dataset, write
+from qpt.data import Trajectories, find, load_dataset, write
 from qpt.data.files import check_ending
 from qpt.data.validation import validate as check
 from qpt.errors import QptError
@@ -111,7 +111,7 @@ def split(
     """
     if target.resolve() == rest.resolve():
         raise QptError("both parts would be written to the same file; name two")
-    if Path(source).resolve() in (target.resolve(), rest.resolve()):
+    if find(source).resolve() in (target.resolve(), rest.resolve()):
         raise QptError(f"{source} would be replaced by a part of itself; name two other files")
     if seed < 0:
         raise QptError(f"a seed is a number of at least 0, not {seed}")
@@ -142,8 +142,6 @@ def validate(
     if not files:
         print("error: no file is given; name at least one: qpt data validate FILE...", file=sys.stderr)
         return 2
-    from qpt.data import find
-
     bad = 0
     for file in files:
         try:

@@ -16,11 +16,12 @@ import numpy as np
 import tyro
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from qpt import plotting, stats
 from qpt.cli.run import run
-from qpt.data import Trajectories, load_dataset
+from qpt.data import Trajectories, load_dataset, write
 from qpt.envs import make_env
 from qpt.envs.vector import dimensions
 from qpt.errors import QptError, require
@@ -34,7 +35,7 @@ from qpt.evaluation import (
     evaluate,
 )
 from qpt.tasks import Task, get_task
-from qpt.writing import check_file, check_folder
+from qpt.writing import check_file, check_folder, write_whole
 
 FRAMES = 250  # of a picture at most: longer episodes leave some out
 # Colours and shapes of the limits in a picture, apart from those of the data's plane.
@@ -123,31 +124,31 @@ def evaluate_command(
         step_timeout=step_timeout,
     )
     results = replace(results, provenance={**results.provenance, "settings": changed})
-    if out is not None:
-        results.save(out)
-    if record is not None and results.trajectories is not None:
-        importlib.import_module("qpt.data").write(results.trajectories, record)
     console = Console() if sys.stdout.isatty() else Console(width=120)  # a pipe has no width of its own
-    console.print(table(results, console.width))
+    console.print(table(results, console.width))  # before anything is written: a full disk must not cost the numbers
     if checkpoint is not None:
-        console.print(f"Checkpoint: {checkpoint}", highlight=False, soft_wrap=True)
+        print(f"Checkpoint: {checkpoint}")  # not by rich, which takes a [name] in a path for a style
     home = getattr(chosen, "task", None)
     if home and home != facts.name:
-        console.print(f"The policy was trained for {home}, not for {facts.name}.")
+        print(f"The policy was trained for {home}, not for {facts.name}.")
     if results.provenance.get("surrogate_data"):
         console.print("The policy was trained on surrogate data, not on the published data of its task.")
     if own is not None:
         console.print(f"The policy was trained for the limit {own:g} and takes no other.")
+    if out is not None:
+        results.save(out)
+    if record is not None and results.trajectories is not None:
+        write(results.trajectories, record)
     if picture is not None and logged is not None:
         plotting.save(plane(results, logged), picture)
     for path in (out, record, picture):
         if path is not None:
-            console.print(f"wrote {path}", highlight=False)
+            print(f"wrote {path}")
     for index, limit in enumerate(wanted):
         for number in range(min(render, episodes)):
             file = render_dir / f"{facts.name}-limit{limit:g}-episode{number}.gif"
             draw(chosen, facts, limit, episode_seeds(seed, index, number), file)
-            console.print(f"wrote {file}", highlight=False)
+            print(f"wrote {file}")
     return 0
 
 
@@ -167,7 +168,7 @@ def table(results: Episodes, width: int = 120) -> Table:
     lines = results.summary()
     first = lines[0]
     grid = Table(
-        title=f"{first['task']} · {first['algorithm']} · {first['episodes']} episodes a limit, 95 % intervals",
+        title=escape(f"{first['task']} · {first['algorithm']} · {first['episodes']} episodes a limit, 95 % intervals"),
         box=SIMPLE_HEAD,
         pad_edge=False,
     )
@@ -290,8 +291,7 @@ def draw(policy: EpisodePolicy, task: Task, cost_limit: float, seeds: tuple[int,
             step, done = step + 1, terminated or truncated
     finally:
         env.close()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    writer.imwrite(path, frames, duration=40, loop=0)
+    write_whole(path, writer.imwrite("<bytes>", frames, extension=".gif", duration=40, loop=0))
 
 
 def main(args: Sequence[str]) -> int:

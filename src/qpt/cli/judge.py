@@ -80,7 +80,7 @@ def judge_command(
         plotting.save(draw(found), picture)
     for path in (out, picture):
         if path is not None:
-            console.print(f"wrote {path}", highlight=False)
+            print(f"wrote {path}")
     return 0
 
 

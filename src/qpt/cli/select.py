@@ -14,6 +14,7 @@ import tyro
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from qpt.cli.judge import bar, check_files, read_fingerprint
 from qpt.cli.run import run
@@ -77,23 +78,19 @@ def select_command(
         console.print("Warning: some of these were trained on these very episodes; judge them on others.")
     best = found.chosen.candidate.checkpoint
     if found.qualified:
-        console.print(f"Chosen: {best}", highlight=False, soft_wrap=True)
+        print(f"Chosen: {best}")  # not by rich, which takes a [name] in a path for a style
     else:
-        console.print(
-            f"None qualifies: no upper bound on cost meets the limit {limit:g}; the lowest is that of {best}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        print(f"None qualifies: no upper bound on cost meets the limit {limit:g}; the lowest is that of {best}")
     content = found.to_json()
     if out is not None:  # before the comparison, should that fail
         write_json(out, content)
     if episodes is not None:
         report = ope.oracle_report(found, selection_room.realised_values(episodes, found))
         content["oracle"] = vars(report)
-        console.print(sentence(report), highlight=False, soft_wrap=True)
+        print(sentence(report))
     if out is not None:
         write_json(out, content)
-        console.print(f"wrote {out}", highlight=False)
+        print(f"wrote {out}")
     return 0 if found.qualified else NONE_QUALIFIES
 
 
@@ -115,7 +112,7 @@ def table(found: Any) -> Table:
     for ranked in found.ranking:
         part = ranked.judgement.limits[0]
         grid.add_row(
-            ranked.candidate.checkpoint,
+            Text(ranked.candidate.checkpoint),
             ranked.candidate.algorithm,
             f"{ranked.given_limit:g}",
             f"{part.expected_return:.1f}",

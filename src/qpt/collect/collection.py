@@ -284,7 +284,6 @@ def _policy(name: str) -> Any:
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        target = getattr(importlib.import_module(module), function)
+        return CallablePolicy(getattr(importlib.import_module(module), function), name)
     except (ImportError, AttributeError) as error:
         raise QptError(f"the policy {name!r} cannot be imported: {error}") from error
-    return CallablePolicy(lambda observations: np.clip(np.asarray(target(observations), np.float32), -1, 1), name)

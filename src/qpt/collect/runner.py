@@ -63,8 +63,6 @@ def _iterate(
     rollout = play(envs, slots, quota, actor, actor.std, rng, times, penalty.of if penalty else ())
     if not (np.isfinite(rollout.rewards).all() and np.isfinite(rollout.observations).all()):
         raise QptError("the environment gave a reward or an observation that is not finite; mend it before collecting")
-    if rollout.costs.min() < 0:
-        raise QptError(f"the environment gave a cost of {rollout.costs.min():g}; costs must not be negative")
     kept = append(folder, facts["iteration"], rollout, cap)
 
     trained = ~rollout.mean_action

@@ -86,6 +86,10 @@ def augment(
         raise QptError(f"the degree of the frontier must be 0 or more, not {degree}")
     if not (math.isfinite(beta) and beta > 0 and math.isfinite(min_reward)):
         raise QptError("beta must be positive and min_reward a number")
+    if max_reward_decrease is not None and not max_reward_decrease >= 0:
+        raise QptError(f"max_reward_decrease must be 0 or more, not {max_reward_decrease:g}")
+    if seed < 0:
+        raise QptError(f"a seed is a whole number of at least 0, not {seed}")
     published = task.augmentation if task is not None else Augmentation()
     returns, costs = trajectories.returns, trajectories.episode_costs
     best, spread = float(returns.max()), float(np.ptp(returns))

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from qpt.errors import QptError
 
@@ -61,6 +62,55 @@ def check_size(name: str, declared: int, file_size: int, limit: int) -> None:
         raise QptError(
             f"{name} claims {_size(declared)} but the file has only {_size(file_size)}; it is damaged or a trap"
         )
+
+
+# -- arrays ------------------------------------------------------------------------------------------------------------
+
+
+def as_array(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(values)
+    except ValueError as error:  # lists of different lengths
+        raise QptError(f"the rows of {name} differ in length; give every step as many values") from error
+
+
+def as_floats(name: str, values: npt.ArrayLike, rank: int, first_row: int = 0) -> npt.NDArray[np.float32]:
+    array = as_array(name, values)
+    if array.dtype.kind not in "fiub":
+        raise QptError(f"{name} holds {array.dtype} values; only numbers can be read")
+    # Arrays that nobody else can change are kept; all others are copied.
+    copy = array.flags.writeable or array.base is not None or array.dtype != np.float32
+    with np.errstate(over="ignore"):  # too large for float32 becomes infinite, which is reported below
+        array = np.array(array, np.float32, order="C", copy=copy or None)
+    if rank == 1 and array.ndim == 2 and array.shape[1] == 1:
+        array = array[:, 0]
+    if array.ndim != rank:
+        wanted = "[steps]" if rank == 1 else "[steps, columns]"
+        raise QptError(f"{name} has shape {list(array.shape)}; it must be {wanted}")
+    bad = ~np.isfinite(array)
+    if bad.any():
+        row = first_row + int(np.argwhere(bad)[0, 0])
+        raise QptError(
+            f"{name} holds {int(bad.sum())} NaN or infinite values, the first in row {row}; "
+            "remove or repair those episodes"
+        )
+    return array
+
+
+def as_flags(name: str, values: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+    array = as_array(name, values)
+    if array.dtype.kind not in "fiub":
+        raise QptError(f"{name} holds {array.dtype} values; only true/false or 0/1 can be read")
+    if array.ndim == 2 and array.shape[1] == 1:
+        array = array[:, 0]
+    if array.ndim != 1:
+        raise QptError(f"{name} has shape {list(array.shape)}; it must be [steps]")
+    if array.dtype != bool and not np.isin(array, (0, 1)).all():
+        raise QptError(f"{name} holds values other than 0 and 1; it marks the steps that end an episode")
+    return array.astype(bool)
+
+
+# -- notes and sizes ---------------------------------------------------------------------------------------------------
 
 
 def labelled(info: dict[str, Any]) -> dict[str, Any]:

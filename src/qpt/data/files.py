@@ -153,14 +153,7 @@ def _hdf5_columns(file: h5py.File, file_size: int, limit: int, cost_key: str | N
     import h5py
 
     names = {name: name for name in (*KEYS, *OPTIONAL)} | ({"costs": cost_key} if cost_key else {})
-    links = file.id.links
-    columns = {}
-    for name, key in names.items():
-        if not links.exists(key.encode()):
-            continue
-        if links.get_info(key.encode()).type != h5py.h5l.TYPE_HARD:
-            raise QptError(f"{key} is a link to another place; only arrays that lie in the file itself are read")
-        columns[name] = file[key]
+    columns = {name: found for name, key in names.items() if (found := _inside(file, key)) is not None}
     check_present(set(columns), [name.decode(errors="replace") for name in _first_links(file)], cost_key)
     total = 0
     for name, dataset in columns.items():
@@ -172,6 +165,20 @@ def _hdf5_columns(file: h5py.File, file_size: int, limit: int, cost_key: str | N
         _check_chunks(name, dataset, file_size, limit)
     check_size("the data", total, file_size, limit)
     return columns
+
+
+def _inside(file: h5py.File, key: str) -> Any:
+    """What a key such as "infos/cost" names, None if nothing; each part of it must lie in the file itself."""
+    import h5py
+
+    place: Any = file
+    for part in (name for name in key.split("/") if name not in ("", ".")):
+        if not isinstance(place, h5py.Group) or not place.id.links.exists(part.encode()):
+            return None
+        if place.id.links.get_info(part.encode()).type != h5py.h5l.TYPE_HARD:
+            raise QptError(f"{key} is a link to another place; only arrays that lie in the file itself are read")
+        place = place[part]
+    return place
 
 
 def _first_links(file: h5py.File) -> list[bytes]:

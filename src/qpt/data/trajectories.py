@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qpt.data.checks import check_continuous
+from qpt.data.checks import as_array, as_flags, as_floats, check_continuous
 from qpt.errors import QptError
 
 Array = npt.NDArray[np.float32]
@@ -63,16 +63,16 @@ class Trajectories:
         Rows after the last flag are an unfinished episode and are dropped, as DSRL does; `info["dropped_steps"]` counts
         them. Without next or final observations, the last observation of an episode stands in for the one after it.
         """
-        if timeouts is None:
-            timeouts = np.zeros(np.shape(terminals), bool)
-        actions = np.asarray(actions)
+        if action_bound is not None and not action_bound > 0:
+            raise QptError(f"action_bound, the largest size of an action, must be above 0, not {action_bound:g}")
+        actions = as_array("actions", actions)
         check_continuous(actions.dtype)
-        obs = _floats("observations", observations, 2)
-        act = _floats("actions", actions, 2)
-        rew = _floats("rewards", rewards, 1)
-        cost = _floats("costs", costs, 1)
-        term = _flags("terminals", terminals)
-        tout = _flags("timeouts", timeouts)
+        obs = as_floats("observations", observations, 2)
+        act = as_floats("actions", actions, 2)
+        rew = as_floats("rewards", rewards, 1)
+        cost = as_floats("costs", costs, 1)
+        term = as_flags("terminals", terminals)
+        tout = np.zeros_like(term) if timeouts is None else as_flags("timeouts", timeouts)
         n = len(obs)
         if n == 0:
             raise QptError("the data hold no steps; give at least one complete episode")
@@ -111,7 +111,7 @@ class Trajectories:
         if kept < n:
             extra["dropped_steps"] = n - kept
         if final_observations is not None:
-            final = _floats("final_observations", final_observations, 2)
+            final = as_floats("final_observations", final_observations, 2)
             if len(final) not in (len(ends), len(ends) + (kept < n)):
                 raise QptError(f"final_observations has {len(final)} rows but there are {len(ends)} episodes")
             final = final[: len(ends)]
@@ -239,6 +239,8 @@ class Trajectories:
             raise QptError("a split needs at least two episodes")
         if not 0 < fraction < 1:
             raise QptError(f"the fraction of a split lies between 0 and 1, not {fraction:g}")
+        if seed < 0:
+            raise QptError(f"a seed is a whole number of at least 0, not {seed}")
         order = np.random.default_rng(seed).permutation(len(self))
         first = min(max(round(fraction * len(self)), 1), len(self) - 1)
         return self.select(np.sort(order[:first])), self.select(np.sort(order[first:]))
@@ -270,8 +272,9 @@ class Trajectories:
         """RF(κ): the highest return among episodes with cost <= κ, for each κ; -inf where there is none."""
         order = np.argsort(self.episode_costs, kind="stable")
         best = np.maximum.accumulate(self.returns[order])
-        count = np.searchsorted(self.episode_costs[order], np.asarray(cost_limits, np.float64), side="right")
-        return np.where(count > 0, best[np.maximum(count - 1, 0)], -np.inf)
+        limits = np.asarray(cost_limits, np.float64)
+        count = np.searchsorted(self.episode_costs[order], limits, side="right")
+        return np.where((count > 0) & ~np.isnan(limits), best[np.maximum(count - 1, 0)], -np.inf)
 
     def best_safe_episode(self, cost_limit: float) -> int | None:
         """The index of the episode with the highest return among those with cost <= limit; None if there is none."""
@@ -368,7 +371,7 @@ def _finals(
 
     Goes by blocks, so that an array that still lies on disk is never in memory as a whole.
     """
-    source: Any = following if hasattr(following, "shape") else np.asarray(following)
+    source: Any = following if hasattr(following, "shape") else as_array(name, following)
     if source.shape != observations.shape:
         raise QptError(
             f"{name} has shape {list(source.shape)} but observations has {list(observations.shape)}; they must be equal"
@@ -376,44 +379,8 @@ def _finals(
     finals, differing = [], 0
     for start in range(0, len(observations), block):
         ends = done[start : start + block]
-        rows = _floats(name, source[start : start + block], 2, first_row=start)
+        rows = as_floats(name, source[start : start + block], 2, first_row=start)
         finals.append(rows[ends])
         expected = observations[start + 1 : start + 1 + len(rows)]
         differing += int((~ends[: len(expected)] & (rows[: len(expected)] != expected).any(axis=1)).sum())
     return np.concatenate(finals), differing
-
-
-def _floats(name: str, values: npt.ArrayLike, rank: int, first_row: int = 0) -> Array:
-    array = np.asarray(values)
-    if array.dtype.kind not in "fiub":
-        raise QptError(f"{name} holds {array.dtype} values; only numbers can be read")
-    # Arrays that nobody else can change are kept; all others are copied.
-    copy = array.flags.writeable or array.base is not None or array.dtype != np.float32
-    with np.errstate(over="ignore"):  # too large for float32 becomes infinite, which is reported below
-        array = np.array(array, np.float32, order="C", copy=copy or None)
-    if rank == 1 and array.ndim == 2 and array.shape[1] == 1:
-        array = array[:, 0]
-    if array.ndim != rank:
-        wanted = "[steps]" if rank == 1 else "[steps, columns]"
-        raise QptError(f"{name} has shape {list(array.shape)}; it must be {wanted}")
-    bad = ~np.isfinite(array)
-    if bad.any():
-        row = first_row + int(np.argwhere(bad)[0, 0])
-        raise QptError(
-            f"{name} holds {int(bad.sum())} NaN or infinite values, the first in row {row}; "
-            "remove or repair those episodes"
-        )
-    return array
-
-
-def _flags(name: str, values: npt.ArrayLike) -> Flags:
-    array = np.asarray(values)
-    if array.dtype.kind not in "fiub":
-        raise QptError(f"{name} holds {array.dtype} values; only true/false or 0/1 can be read")
-    if array.ndim == 2 and array.shape[1] == 1:
-        array = array[:, 0]
-    if array.ndim != 1:
-        raise QptError(f"{name} has shape {list(array.shape)}; it must be [steps]")
-    if array.dtype != bool and not np.isin(array, (0, 1)).all():
-        raise QptError(f"{name} holds values other than 0 and 1; it marks the steps that end an episode")
-    return array.astype(bool)

@@ -112,10 +112,10 @@ class SafeEnv(gymnasium.Env[Array, Array]):
             except KeyError:
                 raise QptError(f'{self.name} gives no cost; put one into info["cost"] at every step') from None
         info["cost"] = cost = float(cost)
-        if not math.isfinite(cost + reward):
+        if not (cost >= 0 and math.isfinite(cost + reward)):
+            why = "costs must not be negative" if cost < 0 else "what is not a number would count as no cost"
             raise QptError(
-                f"{self.name} gave a reward of {reward} and a cost of {cost} at step {self._steps}; mend it: what is "
-                "not a number would count as no cost"
+                f"{self.name} gave a reward of {reward} and a cost of {cost} at step {self._steps}; mend it: {why}"
             )
         self._steps += 1
         terminated = bool(terminated)
@@ -129,12 +129,20 @@ class SafeEnv(gymnasium.Env[Array, Array]):
         if shape != self._observation_shape:
             raise QptError(f"{self.name} gave an observation of shape {shape}, not {self._observation_shape}")
         out[:] = observation  # a copy: simulators may reuse theirs
+        if np.count_nonzero(np.isfinite(out)) < len(out):  # twice as fast as all()
+            raise QptError(
+                f"{self.name} gave an observation with a value that is not finite, after {self._steps} steps of an "
+                "episode; mend it: no policy can decide by that"
+            )
 
     def render(self) -> NDArray[np.uint8]:
         """One RGB picture of the present state, [height, width, 3]."""
         if self._simulator.render is None:
             raise QptError(f"{self.name} cannot draw; make it with make_env(task, render=True)")
-        frame = self._simulator.render()
+        try:
+            frame = self._simulator.render()
+        except NotImplementedError:  # Gymnasium's own, where an environment has none
+            frame = None
         if frame is None:
             raise QptError(f'{self.name} gave no picture; make the environment with render_mode="rgb_array"')
         return np.ascontiguousarray(frame, np.uint8)

@@ -63,6 +63,7 @@ class EnvPool:
         self.parts = _deal(self.groups, count)  # of each worker: its slots of each group
         self.sizes = (slots, count, *dimensions(task))
         self._timeout = step_timeout
+        self._payload = _payload(task, self.sizes, self.one_env) if workers else b""  # before there is a file to close
         self._fd = os.memfd_create("qpt-envs") if hasattr(os, "memfd_create") else _unlinked_file()
         os.ftruncate(self._fd, size_of(self.sizes))
         self.arrays = share(self._fd, self.sizes)
@@ -79,7 +80,6 @@ class EnvPool:
         ]
         self._starts_failed = 0
         if workers:
-            self._payload = _payload(task, self.sizes, self.one_env)
             try:
                 for w in range(workers):
                     self._workers.append(self._start(w))

@@ -113,6 +113,12 @@ def evaluate(
 def _check(
     policy: EpisodePolicy, task: Task, episodes: int, limits: Floats, seed: int, workers: int | None, slots: int | None
 ) -> None:
+    for needed in ("limit_mode", "observation_dim"):
+        if not hasattr(policy, needed):
+            raise QptError(
+                f"a {type(policy).__name__} has no {needed}, which a policy needs; give it one, as docs/evaluation.md "
+                "shows, or put a function of observations into CallablePolicy"
+            )
     if not task.has_simulator:
         raise QptError(
             f'task {task.name!r} has no simulator; give it an env_factory, or env = "module:function" in its TOML table'
@@ -123,8 +129,10 @@ def _check(
         raise QptError(f"cost limits are finite and not negative; these are {limits.tolist()}")
     if len(np.unique(limits)) < len(limits):
         raise QptError(f"each cost limit is evaluated once; these are {limits.tolist()}")
-    if seed < 0 or (workers or 0) < 0 or (slots is not None and slots < 1):
-        raise QptError("the seed and the number of workers must not be negative, and slots must be at least 1")
+    if not 0 <= seed < 2**63:  # the table has room for no more
+        raise QptError(f"a seed is a whole number from 0 to 2**63 - 1, not {seed}; choose another")
+    if (workers or 0) < 0 or (slots is not None and slots < 1):
+        raise QptError("the number of workers must not be negative, and slots must be at least 1")
     expected, found = policy.observation_dim, task.env_observation_dim
     if expected is not None and found is not None and expected != found:
         raise QptError(

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from qpt.errors import QptError
+
 Floats = npt.NDArray[np.float64]
 Float32s = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -58,6 +60,9 @@ class CallablePolicy:
     observation_dim = None
 
     def __init__(self, function: Callable[[Float32s], npt.ArrayLike], name: str | None = None) -> None:
+        if not callable(function):
+            kind = type(function).__name__
+            raise QptError(f"the policy {name or function!r} is a {kind}; give a function of observations [n, S]")
         self.function = function
         self.algorithm = name or getattr(function, "__name__", "callable")
 
