@@ -365,6 +365,12 @@ def test_calibrated_limits_are_applied_when_asked_for(exported: tuple[Path, Expo
     assert (policy.internal_limit(12.0), plain.internal_limit(12.0)) == (10.5, 12.0)
     with pytest.raises(QptError, match=r"not calibrated for a limit of 11 \(it is for 12\)"):
         policy.set_cost_limit(11.0, [0])
+    before = policy._seeds.tolist(), policy.return_targets.tolist(), policy.cost_limits.tolist()
+    with pytest.raises(QptError, match="not calibrated for a limit of 11"):
+        policy.restart([0], cost_limits=11.0, return_targets=99.0, seeds=[7])
+    assert (policy._seeds.tolist(), policy.return_targets.tolist(), policy.cost_limits.tolist()) == before
+    policy.set_cost_limit(12.0)
+    assert policy.return_targets.tolist() == before[1]  # nor were the refused targets kept as given ones
     with pytest.raises(QptError, match=r"has no calibrated limit for the task .* \(it has them for T\)"):
         OnnxPolicy(graph, calibrated=True)  # for the policy's own task, there is none
 
