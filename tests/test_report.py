@@ -389,6 +389,13 @@ def test_names_are_escaped_in_every_kind_of_table() -> None:
     assert (read["method"], read["task"]) == (name, "'=1+1")
 
 
+def test_few_runs_are_told_beside_the_intervals() -> None:
+    for runs, words in ((4, "over 4 training seeds cover less"), (10, "")):
+        texts = table_texts([replace(_line(), runs=runs)])
+        assert words in texts["headline.md"].splitlines()[0]
+        assert ("seeds" in texts["headline.tex"]) == bool(words)
+
+
 def _line() -> Line:
     pair = (1.0, 2.0)
     return Line("T", 10.0, "last", "m", 2, 8, 1.5, pair, 0.5, pair, 3.0, pair, 0.3, 0.9, pair, 4.0, 0.1, "safe", True)
@@ -415,6 +422,8 @@ def test_the_tables_agree_with_the_lines(comparison: list[Path], tmp_path: Path)
     assert r"\textcolor{gray}{900.0}" in tex
     assert tex.count(r"\begin{tabular}") == tex.count(r"\end{tabular}") == 2
     html = page.read_text("utf-8")
+    for text in (markdown, html):
+        assert "1 training seed say nothing" in text  # two of the methods have one run
     assert '<td class="best">160.0' in html
     assert '<td class="unsafe">900.0' in html
 
