@@ -166,10 +166,11 @@ def test_the_same_episodes_in_two_tables_count_once(tmp_path: Path) -> None:
 
 
 def test_other_settings_are_another_policy(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run")
-    table({10.0: ([1, 2, 3], [2] * 3)}, settings={}).save(folder / "episodes.csv")
+    folder = run_folder(tmp_path / "run", evaluations=[(200, {10.0: (5.0, 1.0)})])
     changed = table({10.0: ([11, 12, 13], [2] * 3)}, settings={"candidates": 1, "choice": "max"})
     changed.save(folder / "episodes-one.csv")
+    assert by_name(lines(collect([folder]).results))["qpt"].mean_return == 5.0  # of training, still all that is known
+    table({10.0: ([1, 2, 3], [2] * 3)}, settings={}).save(folder / "episodes.csv")
     for given in ([folder], [folder / "episodes.csv", folder / "episodes-one.csv"]):
         made = lines(collect(given).results)
         assert {x.method: (x.mean_return, x.episodes) for x in made} == {

@@ -41,6 +41,7 @@ class Result:
     whole: bool  # each value is an episode
     step: int = -1  # of the checkpoint; -1 where that is not said
     numbers: Sequence[tuple[int, int]] = ()  # evaluation seed and number of each episode
+    changed: bool = False  # run with other settings than it was trained with
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,13 +189,14 @@ def _from_table(episodes: Episodes, *, run: str, method: str) -> Iterable[Result
             whole=True,
             step=int(key[4]),
             numbers=list(zip(part.seed.tolist(), part.episode.tolist(), strict=True)),
+            changed=bool(settings),
         )
 
 
 def _settings(episodes: Episodes) -> list[str]:
     """What was changed for these episodes: other settings are another policy. Of several kinds, all are named."""
     changed = [settings_of(origin) for origin in origins(episodes.provenance)]
-    kinds = list(dict.fromkeys(" · ".join(f"{k}={v}" for k, v in each.items()) for each in changed))
+    kinds = list(dict.fromkeys(" · ".join(f"{k}={v}" for k, v in sorted(each.items())) for each in changed))
     return [" or ".join(kind or "as trained" for kind in kinds)] if any(kinds) else []
 
 
@@ -278,7 +280,7 @@ def _run_name(checkpoint: str, table: Path) -> str:
 def _without_doubles(results: Sequence[Result]) -> list[Result]:
     """Episodes of one policy from several tables are put together, each once; they stand in for means of training."""
     kept: dict[tuple[Any, ...], list[Result]] = {}
-    evaluated = {(r.task, r.run) for r in results if r.whole}
+    evaluated = {(r.task, r.run) for r in results if r.whole and not r.changed}
     for r in results:
         if r.whole or (r.task, r.run) not in evaluated:
             kept.setdefault((r.task, r.method, r.run, r.selection, r.cost_limit), []).append(r)
