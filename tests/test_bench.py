@@ -11,7 +11,9 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,8 @@ import pytest
 from rich.console import Console
 
 import qpt.tasks
+from faulty_envs import once, walk_task
+from helpers import tiny_data
 from qpt import stats
 from qpt.algorithms.base import register_algorithm
 from qpt.algorithms.bc import BC, BCConfig
@@ -29,6 +33,7 @@ from qpt.envs.toy import ToyEnv, tradeoff
 from qpt.episodes import Episodes
 from qpt.errors import QptError
 from qpt.evaluation import evaluate
+from qpt.experiments import executors
 from qpt.experiments.bench import run_jobs
 from qpt.experiments.executors import local_executor
 from qpt.experiments.jobs import LAST, ORACLE, SELECTED, Job, events, grid, is_done, limit_mode, run_job
@@ -156,6 +161,8 @@ def test_settings_are_read_by_the_types_of_the_fields() -> None:
     for wrong in ("nonsense=1", "cdt.lr=1", "batch_size=many", "batch_size", "seed=3", "bc-safe.mode=other"):
         with pytest.raises(QptError, match=wrong.replace(".", r"\.")):
             read_settings([wrong], ["qpt", "bc-safe"])
+    with pytest.raises(QptError, match=r"--set cost_limit=20: .* give it with --limits"):  # which would win
+        read_settings(["cost_limit=20"], ["bc-safe"])
     with pytest.raises(QptError, match="it is 'min', 'max' or 'mean'"):
         read_settings(["cost_reduction=median"], ["qpt"])
 
@@ -216,6 +223,16 @@ def test_what_is_named_twice_counts_once(toy: dict[str, str], tmp_path: Path) ->
     assert jobs_of(toy, "bc-safe", "cdt", "cdt", seeds=(0, 1, 1, 0), limits=(6.0, 12.0, 6.0)) == once
     jobs = jobs_of(toy, "bc-safe")
     found = run_jobs(jobs + jobs, tmp_path / "root", IN_PROCESS, show="none")
+    assert len(found.results) == 4
+
+
+def test_data_of_one_name_are_not_taken_for_each_other(toy: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    write(tradeoff(0).dataset(30, 5), tmp_path / "other" / "toy.hdf5")
+    same, other = ({"BenchToy": str(tmp_path / path)} for path in ("other/../toy.hdf5", "other/toy.hdf5"))
+    with pytest.raises(QptError, match=r"called alike, and one of them would not be run .*; rename one"):
+        run_jobs(jobs_of(toy, "bc-safe") + jobs_of(other, "bc-safe"), tmp_path / "root", IN_PROCESS, show="none")
+    found = run_jobs(jobs_of(toy, "bc-safe") + jobs_of(same, "bc-safe"), tmp_path / "root", IN_PROCESS, show="none")
     assert len(found.results) == 4
 
 
@@ -382,7 +399,9 @@ def test_the_command_writes_a_summary_that_any_reader_takes(
 ) -> None:
     run_jobs(jobs_of(toy, "bc-safe", episodes=2), tmp_path / "out", IN_PROCESS, show="none")
     assert main(["bench", "--out", str(tmp_path / "out")]) == 0
-    assert "unclear" in capsys.readouterr().out  # two episodes have no interval
+    told = capsys.readouterr().out
+    assert "unclear" in told  # two episodes have no interval
+    assert "1 training seed say nothing about the next" in told
     text = (tmp_path / "out" / "summary.json").read_text()
     (line,) = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert (line["fallback_share"], line["cost_interval"]) == (None, [None, None])
@@ -409,6 +428,39 @@ def test_a_dead_worker_is_replaced_and_one_failure_stops_nothing(toy: dict[str, 
     whole = replace(killed, overrides={**TINY, "grave": ""})  # the same run without a death
     reference = run_jobs([whole], root, IN_PROCESS, show="none").results
     np.testing.assert_array_equal(bench.results.episodes.returns, reference.episodes.returns)
+
+
+def test_an_interruption_during_an_evaluation_keeps_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    register_task(walk_task(partial(once, "hang", str(tmp_path))))
+    data = {"Walk": str(write(tiny_data(), tmp_path / "walk.hdf5"))}
+    settings = {**TINY, "checkpoint_every": 1000, "workers": 0, "mode": "all"}
+    (job,) = jobs_of(data, "bc-safe", eval_every=4, overrides=settings)
+
+    def sleep(seconds: float) -> None:
+        if (tmp_path / "done").exists():  # the evaluation has begun, and hangs
+            raise KeyboardInterrupt
+        time.sleep(seconds)
+
+    monkeypatch.setattr(executors, "GRACE", 6.0)
+    monkeypatch.setattr(executors, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs([job], tmp_path / "root", local_executor(1), show="none")
+    folder = tmp_path / "root" / job.key
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000000004"]
+    assert names(folder) == ["start", "interrupted"]
+
+
+def test_a_worker_whose_parent_is_gone_asks_itself_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    line, lifeline = os.pipe()
+    os.close(lifeline)
+    done: list[Any] = []
+    monkeypatch.setattr(executors.os, "kill", lambda _, number: done.append(number))
+    monkeypatch.setattr(executors, "time", SimpleNamespace(sleep=done.append))
+    monkeypatch.setattr(executors.os, "_exit", lambda _: done.append("exit"))
+    executors._leave_with_parent(line)
+    os.close(line)
+    half = executors.GRACE / 2
+    assert done == [signal.SIGTERM, half, signal.SIGTERM, half, "exit"]
 
 
 @pytest.mark.slow

@@ -454,6 +454,10 @@ def test_a_calibration_is_stored_with_the_policy(
     found = json.loads(out.read_text())
     assert (found["limit"], found["internal_limit"]) == (72.0, 12.0)
 
+    with pytest.raises(QptError, match="as it was trained, not of one with another target_factor"):
+        calibrated(load_policy(trained, target_factor=0.5))
+    assert calibrated(load_policy(trained, target_factor=1.0)).table == {72.0: 12.0}  # nothing is changed by it
+
     again = calibrate_limit(plain, "CertifyToy", 72.0, grid=[6.0], episodes=60, workers=0)
     store(again, trained)  # takes the place of the earlier one
     store(replace(again, limit=70.0), trained)
@@ -491,7 +495,12 @@ def test_an_exported_policy_keeps_its_calibration_and_can_be_certified(trained: 
     ],
 )
 def test_a_calibration_that_does_not_fit_is_refused(
-    trained: Path, tmp_path: Path, change: dict[str, Any] | None, message: str
+    trained: Path,
+    tmp_path: Path,
+    change: dict[str, Any] | None,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(resolve(trained), folder)
@@ -501,6 +510,9 @@ def test_a_calibration_that_does_not_fit_is_refused(
     path.write_text("{" if change is None else json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(QptError, match=message):
         calibrated(policy)
+    monkeypatch.setattr(room, "evaluate", lambda *_, **__: pytest.fail("what cannot be stored is not measured"))
+    assert qpt_certify(folder, "--limit", "72", "--calibrate", "--calibration-episodes", "60") == 1
+    assert message in capsys.readouterr().err
 
 
 def test_a_policy_trained_for_one_limit_can_be_certified_for_another() -> None:

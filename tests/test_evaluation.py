@@ -35,7 +35,7 @@ from qpt.cli.evaluate import table as printed_table
 from qpt.envs import make_env
 from qpt.envs.toy import OraclePolicy, tradeoff
 from qpt.envs.vector import EnvPool
-from qpt.episodes import _COLUMNS, Episodes, command, provenance
+from qpt.episodes import _COLUMNS, Episodes, command, origins, provenance
 from qpt.errors import QptError
 from qpt.evaluation import CallablePolicy, ConstantPolicy, RandomPolicy, episode_seeds, evaluate
 from qpt.policy import Policy, load_policy
@@ -321,6 +321,16 @@ def test_tables_come_back_as_they_were_saved(suffix: str, tmp_path: Path) -> Non
             first = next(csv.DictReader(file))
         assert float(first["return"]) == one.returns[0]
         assert list(first) == list(_COLUMNS.values())
+
+
+def test_an_episode_counts_once_however_often_its_row_is_there() -> None:
+    one = evaluate(NoisyPolicy(), walk_task(), episodes=3, cost_limits=(2, 5), workers=0)
+    more = evaluate(NoisyPolicy(), walk_task(), episodes=4, cost_limits=(2, 5), workers=0)
+    other = evaluate(NoisyPolicy(), walk_task(), episodes=2, cost_limits=(2,), seed=1, workers=0)
+    joined = Episodes.concatenate([Episodes.concatenate([one, more]), other]).once()
+    assert len(joined) == 4 * 2 + 2
+    assert sorted(joined.returns) == sorted([*more.returns, *other.returns])
+    assert [origin["seed"] for origin in origins(joined.provenance)] == [0, 0, 1]
 
 
 def test_tables_that_are_none_get_a_clear_error(tmp_path: Path) -> None:
@@ -611,7 +621,10 @@ def test_the_command_changes_how_a_checkpoint_decides(
 
     def returns(*more: str) -> tuple[float, Any]:
         assert main([*common, "--out", "t.csv", *more]) == 0
-        return float(Episodes.load("t.csv").returns[0]), json.loads(Path("t.csv.json").read_text())["settings"]
+        table = Episodes.load("t.csv")
+        manifest = json.loads((Path(str(table.checkpoint[0])) / "manifest.json").read_text())
+        assert table.provenance["sha256"] == manifest["sha256"]  # whose episodes they are
+        return float(table.returns[0]), table.provenance["settings"]
 
     alone = returns("--set", "candidates=1")
     assert alone[1] == {"candidates": 1}

@@ -26,7 +26,7 @@ from qpt.cli import main
 from qpt.cli.train import _parse, _RunFlags
 from qpt.episodes import Episodes
 from qpt.errors import QptError
-from qpt.modelcard import Evidence, _commands, _interval, _judged, find_evidence, train_command
+from qpt.modelcard import Evidence, _broken, _commands, _interval, _judged, find_evidence, rows_of, train_command
 from qpt.nets import noise
 from qpt.ope import judge
 from qpt.policy import load_policy
@@ -35,7 +35,7 @@ from qpt.training import TrainConfig, train
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-from qpt.export import EXPORTABLE, Export, _return_targets, export_policy, parity
+from qpt.export import EXPORTABLE, Export, _check_episodes, _return_targets, export_policy, parity
 from qpt.runtime import OnnxPolicy, episode_normal, episode_uniform, suggest_returns
 
 ROOT = Path(__file__).parent.parent
@@ -273,12 +273,42 @@ def episodes_of(checkpoint: str) -> Episodes:
 def test_the_card_shows_evaluated_episodes_of_this_checkpoint_alone(
     exported: tuple[Path, Export], tmp_path: Path
 ) -> None:
-    (row,) = _judged({}, Evidence(episodes_of("x")), {})[1].splitlines()[2:]
+    (row,) = _judged({"spec": {"task": "T"}}, Evidence(episodes_of("x")), {})[1].splitlines()[2:]
     assert row.startswith("| 10 | 4 | 2.5 [")
     assert "| 9.0 [" in row
     assert "| 0.75 [" in row
-    with pytest.raises(QptError, match="not those of the checkpoint step-000000060"):
+    with pytest.raises(QptError, match=r"not those of the checkpoint .*step-000000060"):
         export_policy(exported[0], tmp_path / "policy.onnx", episodes=episodes_of("runs/a/checkpoints/step-000000031"))
+
+
+def test_episodes_of_another_policy_are_refused(exported: tuple[Path, Export], tmp_path: Path) -> None:
+    (folder,) = (exported[0] / "checkpoints").iterdir()
+    digest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["sha256"]["model.safetensors"]
+    mine, away = episodes_of(str(folder)), episodes_of(f"gone/checkpoints/{folder.name}")
+    other = tmp_path / "other" / "checkpoints" / folder.name
+    other.mkdir(parents=True)
+
+    def told(table: Episodes, sha256: str) -> Episodes:
+        return replace(table, provenance={"sha256": {"model.safetensors": sha256}})
+
+    for table in (mine, away, told(away, digest), told(episodes_of(str(other)), digest)):
+        assert rows_of(table, folder).all()
+    cases = {
+        "other weights under the same name": told(mine, "0" * 64),
+        "no checksum, and the path leads to another run": episodes_of(str(other)),
+        "no checksum, and another method": replace(away, algorithm=np.full(4, "cdt")),
+        "two runs put together": Episodes.concatenate([told(mine, digest), told(episodes_of(str(other)), "0" * 64)]),
+    }
+    for what, table in cases.items():
+        assert not rows_of(table, folder).all(), what
+        with pytest.raises(QptError, match="not those of the checkpoint"):
+            _check_episodes(table, folder, {})
+    changed = replace(mine, provenance={"settings": {"candidates": 1}})
+    _check_episodes(changed, folder, {"candidates": 1})
+    _check_episodes(replace(mine, provenance={"settings": {"candidates": 6}}), folder, {})  # as it was trained
+    for table, settings in ((changed, {}), (mine, {"candidates": 1}), (changed, {"candidates": 2})):
+        with pytest.raises(QptError, match="run with other settings"):
+            _check_episodes(table, folder, settings)
 
 
 @pytest.fixture
@@ -317,7 +347,7 @@ def judged_run(exported: tuple[Path, Export], tmp_path: Path) -> Path:
 
 
 def test_the_card_shows_what_lies_beside_the_run_and_is_about_this_policy(judged_run: Path, tmp_path: Path) -> None:
-    done = export_policy(judged_run, tmp_path / "policy.onnx", candidates=1)
+    done = export_policy(judged_run, tmp_path / "policy.onnx")
     card = done.card.read_text(encoding="utf-8")
     rows = [line for line in card.splitlines() if line.startswith("| ")]
     assert "| P(episode cost > 10) ≤ 0.05 | rejected | 0.95 | 10 | 3 of 40 | 0.010 to 0.200 |" in rows
@@ -325,8 +355,8 @@ def test_the_card_shows_what_lies_beside_the_run_and_is_about_this_policy(judged
     assert "| 11 | 2.0 [1.0, 3.0] | 4.0 [0.0, 8.0] | 25% | far from the log |" in rows
     assert "**Judged** from 17 logged episodes" in card
     assert "with 90% intervals" in card
-    assert "| 12 | 10.5 | 0.05 | 0.95 | 60 |" in rows
-    assert sum(row.startswith("| 10 | 4 | 2.5 [") for row in rows) == 1
+    assert "| 12 in T | 10.5 | 0.05 | 0.95 | 60 |" in rows
+    assert sum(row.startswith("| 10 in T | 4 | 2.5 [") for row in rows) == 1
     assert "Limits that it broke** when it was measured: P(episode cost > 10) <= 0.05 was rejected." in card
     assert "\nqpt certify --limit 10\n" in card
     assert "\nqpt judge judge\n" in card
@@ -335,7 +365,7 @@ def test_the_card_shows_what_lies_beside_the_run_and_is_about_this_policy(judged
     for stranger in ("99", "88"):
         assert f"> {stranger})" not in card
         assert f"| {stranger} |" not in card
-    assert "It was exported with other settings** (candidates = 1)" in card
+    assert "other settings" not in card
     kept = {"task": "T", "limit": 12.0, "internal_limit": 10.5, "risk": 0.05, "confidence": 0.95}
     assert json.loads(done.side.read_text(encoding="utf-8"))["calibrations"] == [kept]
     OnnxPolicy(done.graph).reset(1, cost_limits=3.0)
@@ -347,6 +377,19 @@ def test_the_card_says_when_a_judgement_is_of_the_training_data(judged_run: Path
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     (judged_run / "judge.json").write_text(json.dumps(row | {"fingerprint": manifest["data"]["fingerprint"]}))
     assert "**These are the episodes it was trained on**" in "\n".join(_judged(manifest, find_evidence(folder), {}))
+
+
+def test_what_was_measured_in_another_task_says_so() -> None:
+    certificate = {"task": "T", "statement": "P(episode cost > 5) <= 0.05", "verdict": "rejected", "confidence": 0.95}
+    certificate |= {"limit": 5.0, "violations": 3, "episodes": 40, "bounds": [0.01, 0.2]}
+    calibration = {"task": "T", "limit": 12.0, "internal_limit": 10.5, "risk": 0.05, "confidence": 0.95, "episodes": 60}
+    costly = replace(episodes_of("x"), costs=np.full(4, 30.0))
+    evidence = Evidence(costly, (certificate,), (), (calibration,))
+    own, other = ({"spec": {"task": task}} for task in ("T", "U"))
+    text = "\n".join(_judged(other, evidence, {}) + _broken(other, evidence))
+    for words in ("| 10 in T |", "≤ 0.05 in T |", "| 12 in T |", "at 10 in T an episode", "<= 0.05 in T was rejected"):
+        assert words in text, words
+    assert " in T" not in "\n".join(_judged(own, evidence, {}) + _broken(own, evidence))
 
 
 def test_calibrated_limits_are_applied_when_asked_for(exported: tuple[Path, Export], tmp_path: Path) -> None:
@@ -365,6 +408,12 @@ def test_calibrated_limits_are_applied_when_asked_for(exported: tuple[Path, Expo
     assert (policy.internal_limit(12.0), plain.internal_limit(12.0)) == (10.5, 12.0)
     with pytest.raises(QptError, match=r"not calibrated for a limit of 11 \(it is for 12\)"):
         policy.set_cost_limit(11.0, [0])
+    before = policy._seeds.tolist(), policy.return_targets.tolist(), policy.cost_limits.tolist()
+    with pytest.raises(QptError, match="not calibrated for a limit of 11"):
+        policy.restart([0], cost_limits=11.0, return_targets=99.0, seeds=[7])
+    assert (policy._seeds.tolist(), policy.return_targets.tolist(), policy.cost_limits.tolist()) == before
+    policy.set_cost_limit(12.0)
+    assert policy.return_targets.tolist() == before[1]  # nor were the refused targets kept as given ones
     with pytest.raises(QptError, match=r"has no calibrated limit for the task .* \(it has them for T\)"):
         OnnxPolicy(graph, calibrated=True)  # for the policy's own task, there is none
 
@@ -390,6 +439,22 @@ def test_a_bench_names_its_checkpoints_by_rule(judged_run: Path) -> None:
         found = find_evidence(checkpoint).episodes
         assert found is not None
         assert set(found.checkpoint) == {rule}
+
+
+def test_episodes_of_several_tables_are_of_these_settings_and_count_once(judged_run: Path) -> None:
+    (folder,) = (judged_run / "checkpoints").iterdir()
+    table = episodes_of(str(folder))
+    changed = replace(table, returns=table.returns + 100, provenance={"settings": {"candidates": 1}})
+    changed.save(judged_run / "episodes-one.csv")
+    table.save(judged_run / "episodes-again.csv")
+    replace(table, seed=table.seed + 50).save(judged_run / "episodes-more.csv")
+    found = find_evidence(folder).episodes
+    assert found is not None
+    assert sorted(found.returns) == [1, 1, 2, 2, 3, 3, 4, 4]
+    found = find_evidence(folder, settings={"candidates": 1}).episodes
+    assert found is not None
+    assert found.returns.tolist() == [101, 102, 103, 104]
+    assert find_evidence(folder, settings={"candidates": 2}).episodes is None
 
 
 @pytest.mark.parametrize("algorithm", ["qpt", "cdt", "caps"])
@@ -449,9 +514,9 @@ def test_a_card_of_two_episodes_gives_no_interval() -> None:
 
 
 def test_the_command_writes_three_files_and_refuses_to_overwrite(
-    exported: tuple[Path, Export], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    judged_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run, _ = exported
+    run = judged_run
     out = tmp_path / "new" / "p.onnx"
     assert main(["export", "--checkpoint", str(run), "--out", str(out), "--candidates", "1"]) == 0
     told = capfd.readouterr()
@@ -460,6 +525,11 @@ def test_the_command_writes_three_files_and_refuses_to_overwrite(
     assert told.out.count("\n") == 4
     policy = OnnxPolicy(out)
     assert policy.facts["noise"] == []
+    assert policy.facts["calibrations"] == []  # those of the run are of another policy, as are its episodes
+    card = (out.parent / "p.md").read_text(encoding="utf-8")
+    assert "It was exported with other settings** (candidates = 1)" in card
+    assert "Calibrated" not in card
+    assert "simulator: means with" not in card
     assert_same_episodes(load_policy(run, candidates=1), policy, 2)
     assert main(["export", "--checkpoint", str(run), "--out", str(out)]) == 1
     assert "exists already" in capfd.readouterr().err

@@ -143,6 +143,45 @@ def test_what_is_given_twice_counts_once(tmp_path: Path) -> None:
         assert (line.runs, line.episodes) == (1, 3)
 
 
+def test_the_same_episodes_in_two_tables_count_once(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    folder = run_folder(tmp_path / "run")
+    part = table({10.0: ([1, 2, 3], [2] * 3)}, fallback=0.5)
+    more = table({10.0: ([1, 2, 3, 10], [2] * 4)}, fallback=0.5)
+    other = replace(part, seed=part.seed + 1, returns=part.returns + 100, fallback_share=np.full(3, 0.0))
+    part.save(folder / "episodes.csv")
+    part.save(folder / "episodes.parquet")
+    copy = more.save(tmp_path / "more.csv")
+    (line,) = lines(collect([folder]).results)
+    assert (line.runs, line.episodes, line.mean_return) == (1, 3, 2.0)
+    checkpoint = str(folder / "checkpoints" / "step-000000300")
+    for name, rows in (("copy", more), ("fresh", other)):
+        replace(rows, checkpoint=np.full(len(rows), checkpoint)).save(tmp_path / f"{name}.csv")
+    (line,) = lines(collect([folder, tmp_path / "copy.csv", tmp_path / "fresh.csv"]).results)
+    assert (line.runs, line.episodes) == (1, 7)
+    assert line.mean_return == pytest.approx((1 + 2 + 3 + 10 + 101 + 102 + 103) / 7)
+    assert line.fallback == pytest.approx(4 * 0.5 / 7)
+    (line,) = lines(collect([copy, tmp_path / "more.csv", part.save(tmp_path / "part.csv")]).results)
+    assert (line.runs, line.episodes) == (1, 4)  # of one checkpoint, whose run is not given
+
+
+def test_other_settings_are_another_policy(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", evaluations=[(200, {10.0: (5.0, 1.0)})])
+    changed = table({10.0: ([11, 12, 13], [2] * 3)}, settings={"candidates": 1, "choice": "max"})
+    changed.save(folder / "episodes-one.csv")
+    assert by_name(lines(collect([folder]).results))["qpt"].mean_return == 5.0  # of training, still all that is known
+    table({10.0: ([1, 2, 3], [2] * 3)}, settings={}).save(folder / "episodes.csv")
+    for given in ([folder], [folder / "episodes.csv", folder / "episodes-one.csv"]):
+        made = lines(collect(given).results)
+        assert {x.method: (x.mean_return, x.episodes) for x in made} == {
+            "qpt": (2.0, 3),
+            "qpt · candidates=1 · choice=max": (12.0, 3),
+        }
+    mixed = Episodes.concatenate([table({10.0: ([1], [1])}), replace(changed, seed=changed.seed + 1)])
+    (line,) = lines(collect([mixed.save(tmp_path / "mixed.csv")]).results)
+    assert line.method == "qpt · as trained or candidates=1 · choice=max"
+
+
 @pytest.mark.parametrize(
     ("configs", "names"),
     [
@@ -194,6 +233,18 @@ def test_the_root_of_a_benchmark(tmp_path: Path) -> None:
         ("qpt (mine)", "oracle", 2, 7.0),
         ("qpt (mine)", "selected", 2, 8.0),
     }
+
+
+def test_a_copy_of_a_benchmark_is_no_second_run(tmp_path: Path) -> None:
+    bench(tmp_path / "m1")
+    bench(tmp_path / "m2", time=2.0, value=7.0)
+    bench(tmp_path / "m2", key="BallCircle/qpt/default/seed1", value=9.0)
+    found = collect([tmp_path / "m1", tmp_path / "m2"])
+    line = by_name(lines(found.results))["qpt (mine)"]
+    assert (line.runs, line.episodes, line.mean_return) == (2, 8, 8.0)
+    assert any("1 run is left out: a newer copy" in note for note in found.notes)
+    apart = by_name(lines(collect([f"old={tmp_path / 'm1'}", f"new={tmp_path / 'm2'}"]).results))
+    assert {name: x.mean_return for name, x in apart.items()} == {"old": 5.0, "new": 8.0}  # asked for by name
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
@@ -339,6 +390,13 @@ def test_names_are_escaped_in_every_kind_of_table() -> None:
     assert (read["method"], read["task"]) == (name, "'=1+1")
 
 
+def test_few_runs_are_told_beside_the_intervals() -> None:
+    for runs, words in ((4, "over 4 training seeds cover less"), (10, "")):
+        texts = table_texts([replace(_line(), runs=runs)])
+        assert words in texts["headline.md"].splitlines()[0]
+        assert ("seeds" in texts["headline.tex"]) == bool(words)
+
+
 def _line() -> Line:
     pair = (1.0, 2.0)
     return Line("T", 10.0, "last", "m", 2, 8, 1.5, pair, 0.5, pair, 3.0, pair, 0.3, 0.9, pair, 4.0, 0.1, "safe", True)
@@ -365,6 +423,8 @@ def test_the_tables_agree_with_the_lines(comparison: list[Path], tmp_path: Path)
     assert r"\textcolor{gray}{900.0}" in tex
     assert tex.count(r"\begin{tabular}") == tex.count(r"\end{tabular}") == 2
     html = page.read_text("utf-8")
+    for text in (markdown, html):
+        assert "1 training seed say nothing" in text  # two of the methods have one run
     assert '<td class="best">160.0' in html
     assert '<td class="unsafe">900.0' in html
 

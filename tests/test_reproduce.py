@@ -278,6 +278,7 @@ def test_experiments_share_the_runs_they_have_in_common() -> None:
     assert [list(s.values()) for s in sweeps.values()] == [[0.1, 1.0], [0.1, 1.0]]
     assert list(sweeps) == ["η1, with η2 = 0.1", "η2, with η1 = 0.1"]
     assert jobs[0].key == table.key  # the preset's own weights
+    assert len(reproduce.component_jobs(plan, (8, 8))) == 1
     with pytest.raises(QptError, match="1 to 8"):
         reproduce.component_jobs(plan, (9,))
 
@@ -329,7 +330,8 @@ def test_components(toy: tuple[str, Path], tmp_path: Path) -> None:
 
 
 def test_candidates_asks_one_trained_policy(toy: tuple[str, Path], tmp_path: Path) -> None:
-    rows = command("candidates", toy, tmp_path, "--counts", "1", "6")
+    rows = command("candidates", toy, tmp_path, "--counts", "1", "6", "6")
+    assert {r["episodes"] for r in rows} == {"2"}  # what is named twice counts once
     assert {r["variant"] for r in rows} == {"m = 1", "m = 6"}
     runs = [path.parent for path in toy[1].rglob("done.json") if "/qpt/" in str(path)]
     asked = [folder for folder in runs if (folder / "asked").exists()]
@@ -357,7 +359,9 @@ def test_hyperparameters(toy: tuple[str, Path], tmp_path: Path) -> None:
 
 
 def test_zero_shot(toy: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = command("zero-shot", toy, tmp_path, "--limits", "2", "10")
+    twice = (toy[0].replace("--tasks ReproduceToy", "--tasks ReproduceToy ReproduceToy"), toy[1])
+    rows = command("zero-shot", twice, tmp_path, "--limits", "2", "10", "2", "--algorithms", "qpt", "cdt", "qpt")
+    assert {r["episodes"] for r in rows} == {"2"}
     assert [(r["variant"], r["cost_limit"]) for r in rows if r["rule"] == "last"] == [
         *(("QPT", "2.0"), ("QPT", "10.0"), ("CDT", "2.0"), ("CDT", "10.0")),
     ]
@@ -406,6 +410,10 @@ def test_curves_are_means_and_spreads_over_seeds(tmp_path: Path) -> None:
 def test_wrong_flags_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for args, sentence in (
         (["candidates", "--counts", "0"], "at least 1"),
+        (["zero-shot", "--limits", "10", "-5"], "at least 0"),
+        (["zero-shot", "--limits", "nan"], "finite"),
+        (["zero-shot", "--limits"], "at least one"),
+        (["main-table", "--tasks", "BallCircle", "--set", "bc-safe.cost_limit=20"], "give it with --limits"),
         (["components", "--tasks", "Nowhere"], "there is no task 'Nowhere'"),
         (["theory", "--problems", "0"], "at least one random problem"),
     ):

@@ -23,7 +23,7 @@ from qpt.evaluation import EpisodePolicy, evaluate
 from qpt.runtime import calibrated_limit
 from qpt.sequential import Floats, Forecast, Verdict, bounds, decide, foretell
 from qpt.tasks import Task, get_task
-from qpt.writing import write_json
+from qpt.writing import check_file, write_json
 
 FILE = "calibration.json"  # in the checkpoint's folder, beside the manifest
 FORMAT = 1
@@ -255,6 +255,13 @@ def store(calibration: LimitCalibration, checkpoint: str | Path) -> Path:
     return folder / FILE
 
 
+def check_store(checkpoint: str | Path) -> None:
+    """What would keep a calibration from being stored is said before its episodes are run."""
+    folder = resolve(checkpoint)
+    check_file(folder / FILE)
+    _read(folder)
+
+
 def _read(folder: Path) -> list[dict[str, Any]]:
     path = folder / FILE
     if not path.exists():
@@ -305,9 +312,22 @@ def calibrated(policy: Any, path: str | Path | None = None, *, task: str | None 
     """The policy with the calibration that lies in its checkpoint (or in the one at `path`) applied to its limits."""
     folder = resolve(path if path is not None else policy.checkpoint)
     name = task or policy.task
+    if other := _other_settings(policy, folder):
+        raise QptError(
+            f"the calibrations in {folder} are of the policy as it was trained, not of one with another {other}; "
+            "load it without that setting"
+        )
     entries = [entry for entry in _read(folder) if entry["task"] == name]
     if not entries:
         raise QptError(
             f"{folder} has no calibration for {name}; run: qpt certify --calibrate --checkpoint {folder} --limit LIMIT"
         )
     return CalibratedPolicy(policy, {entry["limit"]: entry["internal_limit"] for entry in entries})
+
+
+def _other_settings(policy: Any, folder: Path) -> str:
+    """The settings in which a policy's config differs from its checkpoint's; none where it has no config to compare."""
+    config = getattr(getattr(policy, "method", None), "config", None)
+    now = json.loads(json.dumps(vars(config), default=str)) if config is not None else {}
+    then = read_manifest(folder)["config"]
+    return ", ".join(name for name, value in now.items() if then.get(name, value) != value)

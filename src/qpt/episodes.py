@@ -67,6 +67,14 @@ class Episodes:
         columns: dict[str, Any] = {name: np.concatenate([getattr(p, name) for p in parts]) for name in _COLUMNS}
         return cls(**columns, provenance={"parts": [dict(p.provenance) for p in parts]})
 
+    def once(self) -> Episodes:
+        """Without repetitions: of one policy, rows of one task, limit, seed and number are the same episode."""
+        names = (self.task, self.cost_limit, self.seed, self.episode)
+        first: dict[Any, int] = {}
+        for row, key in enumerate(zip(*(column.tolist() for column in names), strict=True)):
+            first.setdefault(key, row)
+        return self.select(list(first.values()))
+
     def summary(self, confidence: float = 0.95) -> list[dict[str, Any]]:
         """One line for each task, algorithm, checkpoint and limit: means with intervals, and P(safe)."""
 
@@ -171,6 +179,20 @@ _COLUMNS = {
     for f in fields(Episodes)
     if f.name not in ("provenance", "trajectories")
 }
+
+
+def origins(provenance: Any) -> list[Mapping[str, Any]]:
+    """The provenance of each part of a table that was put together, maybe more than once."""
+    if not isinstance(provenance, Mapping):
+        return []
+    parts = provenance.get("parts")
+    return [origin for part in parts for origin in origins(part)] if isinstance(parts, list) else [provenance]
+
+
+def settings_of(origin: Mapping[str, Any]) -> dict[str, Any]:
+    """What `qpt evaluate --set` changed; nothing where it is not said."""
+    found = origin.get("settings")
+    return dict(found) if isinstance(found, Mapping) else {}
 
 
 def provenance() -> dict[str, Any]:

@@ -24,7 +24,7 @@ from qpt.algorithms.qpt import QPT
 from qpt.checkpoint import MODEL, read_manifest, resolve, versions
 from qpt.episodes import Episodes
 from qpt.errors import QptError, require
-from qpt.modelcard import find_evidence, model_card
+from qpt.modelcard import changes, find_evidence, model_card, rows_of, with_settings
 from qpt.policy import Policy, load_policy
 from qpt.runtime import FORMAT, OnnxPolicy, noise, suggest_returns
 from qpt.writing import check_folder
@@ -78,13 +78,10 @@ def export_policy(
             f"{manifest['algorithm']} draws noise of its own as it acts and cannot be exported; "
             f"these can: {', '.join(EXPORTABLE)}"
         )
-    if episodes is not None and {Path(name).name for name in episodes.checkpoint.tolist()} != {folder.name}:
-        raise QptError(
-            f"the episodes are not those of the checkpoint {folder.name}; "
-            "evaluate the one that is exported, or leave out --episodes"
-        )
-    policy = load_policy(folder, **settings)
-    graph, evidence = to_onnx(policy), find_evidence(folder, episodes)
+    policy, settings = load_policy(folder, **settings), changes(manifest, settings)
+    if episodes is not None:
+        _check_episodes(episodes, folder, settings)
+    graph, evidence = to_onnx(policy), find_evidence(folder, episodes, settings)
     facts = side_file(policy, manifest, folder, graph)
     facts["calibrations"] = [{k: row[k] for k in CALIBRATION} for row in evidence.calibrations]
     staged = [file.with_name(f".{file.stem}.partial{file.suffix}") for file in files]
@@ -108,6 +105,21 @@ def export_policy(
         for file in staged:
             file.unlink(missing_ok=True)
     return done
+
+
+def _check_episodes(episodes: Episodes, folder: Path, settings: dict[str, Any]) -> None:
+    """The table that is given for the card must be of the policy that is exported."""
+    named = {Path(name).name for name in episodes.checkpoint.tolist()} == {folder.name}
+    if not named or not rows_of(episodes, folder).all():
+        raise QptError(
+            f"the episodes are not those of the checkpoint {folder}; "
+            "evaluate the one that is exported, or leave out --episodes"
+        )
+    if not with_settings(episodes, folder, settings):
+        raise QptError(
+            "the episodes were run with other settings than those of the export; "
+            "evaluate with the same (--set), or leave out --episodes"
+        )
 
 
 # -- the graph ---------------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def rewrite_csv(path: Path, kept: list[Row]) -> None:
 
 @contextmanager
 def stop_flag() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C or a termination signal asks the loop to save and stop; a second Ctrl-C stops at once."""
+    """Ctrl-C or a termination signal asks the loop to save and stop; a second one stops at once."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked.is_set

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from qpt.algorithms.base import algorithm_classes
 from qpt.checkpoint import MODEL, read_manifest
-from qpt.episodes import Episodes
+from qpt.episodes import Episodes, origins, settings_of
 from qpt.errors import QptError
 from qpt.tasks import all_tasks
 
@@ -37,23 +39,37 @@ class Evidence:
     calibrations: tuple[dict[str, Any], ...] = ()  # of `qpt certify --calibrate`: stated limits and internal ones
 
 
-def find_evidence(folder: Path, episodes: Episodes | None = None) -> Evidence:
+def find_evidence(
+    folder: Path, episodes: Episodes | None = None, settings: Mapping[str, Any] | None = None
+) -> Evidence:
     """What lies in a checkpoint's folder and in its run's and is about this very checkpoint; the rest is passed over.
 
     Tables of episodes are `episodes*.csv` or `.parquet`, unless a table is given; certificates and judgements are
-    known by what they hold, whatever the name of the .json file.
+    known by what they hold, whatever the name of the .json file. With other `settings` than the checkpoint's it is
+    another policy: its episodes are those that were run with them, and no calibration is its own.
     """
-    digest = read_manifest(folder)["sha256"][MODEL]
+    manifest = read_manifest(folder)
+    digest, changed = manifest["sha256"][MODEL], changes(manifest, settings or {})
     run = folder.parent.parent if folder.parent.name == "checkpoints" else folder
     found = [
         row for place in dict.fromkeys((run, folder)) for path in sorted(place.glob("*.json")) for row in _rows(path)
     ]
     return Evidence(
-        episodes if episodes is not None else _episodes(run, folder),
+        episodes if episodes is not None else _episodes(run, folder, settings or {}),
         tuple(r for r in found if {"statement", "verdict"} <= set(r) and _of(r.get("sha256"), digest)),
         tuple(r for r in found if {"limits", "confidence"} <= set(r) and _of(r.get("sha256"), digest)),
-        tuple(e for r in found if "calibrations" in r and r.get("model_sha256") == digest for e in r["calibrations"]),
+        tuple(
+            e
+            for r in found
+            if "calibrations" in r and r.get("model_sha256") == digest and not changed
+            for e in r["calibrations"]
+        ),
     )
+
+
+def changes(manifest: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that differ from those of the checkpoint."""
+    return {name: value for name, value in settings.items() if manifest["config"].get(name) != value}
 
 
 def _rows(path: Path) -> Rows:
@@ -69,23 +85,51 @@ def _of(sha256: Any, digest: str) -> bool:
     return isinstance(sha256, dict) and sha256.get(MODEL) == digest
 
 
-def _episodes(run: Path, folder: Path) -> Episodes | None:
-    """The rows about this checkpoint; a bench writes the rule by which it was chosen in place of its name."""
-    steps = sorted((run / "checkpoints").glob("step-*"))
-    names = [
-        folder.name,
-        *(["last"] if folder in steps[-1:] else []),
-        *(["selected"] if folder.match("best-*") else []),
-    ]
+def _episodes(run: Path, folder: Path, settings: Mapping[str, Any]) -> Episodes | None:
+    """The episodes of this checkpoint that lie in its run's folder, each once."""
     parts = []
     for path in sorted((*run.glob("episodes*.csv"), *run.glob("episodes*.parquet"))):
         try:
             table = Episodes.load(path)
         except QptError:
             continue
-        parts.append(table.select(np.array([Path(name).name in names for name in table.checkpoint.tolist()], bool)))
+        if with_settings(table, folder, settings):
+            parts.append(table.select(rows_of(table, folder)))
     parts = [part for part in parts if len(part)]
-    return Episodes.concatenate(parts) if len(parts) > 1 else parts[0] if parts else None
+    return Episodes.concatenate(parts).once() if len(parts) > 1 else parts[0] if parts else None
+
+
+def with_settings(table: Episodes, folder: Path, settings: Mapping[str, Any]) -> bool:
+    """Whether the episodes are those of the checkpoint's policy with these settings."""
+    manifest = read_manifest(folder)
+    wanted = changes(manifest, settings)
+    return all(changes(manifest, settings_of(origin)) == wanted for origin in origins(table.provenance))
+
+
+def rows_of(table: Episodes, folder: Path) -> npt.NDArray[np.bool_]:
+    """Which rows are about this checkpoint: by its name and the checksum of its weights.
+
+    A table that was written without checksums is believed unless its path leads to another checkpoint.
+    """
+    manifest, run = read_manifest(folder), folder.parent.parent
+    names = {folder.name}  # or, of a bench, the rule by which it was chosen
+    names |= {"last"} if folder in sorted((run / "checkpoints").glob("step-*"))[-1:] else set()
+    names |= {"selected"} if folder.match("best-*") else set()
+    files = [origin.get("sha256") for origin in origins(table.provenance)]
+    known = [each.get(MODEL) if isinstance(each, Mapping) else None for each in files]
+    digest = manifest["sha256"][MODEL]
+    if known and None not in known and digest not in known:
+        return np.zeros(len(table), bool)
+
+    def fits(name: str, algorithm: str) -> bool:
+        path = Path(name)
+        if path.name not in names or algorithm != manifest["algorithm"]:
+            return False
+        sure = set(known) == {digest} or name in names  # a bare name leads nowhere
+        return sure or not path.exists() or path.resolve() == folder.resolve()
+
+    pairs = zip(table.checkpoint.tolist(), table.algorithm.tolist(), strict=True)
+    return np.array([fits(*pair) for pair in pairs], bool)
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -133,7 +177,7 @@ def model_card(
             "at the last step: neither its targets nor its critics mean anything there.",
             "- **Observations unlike the logged ones.** Its estimates are of what was logged; nothing warns of new "
             "situations. Units, order and scaling of observations must be those of the data.",
-            *_broken(evidence),
+            *_broken(manifest, evidence),
             "- **A limit is an aim, not a guarantee.** The share of episodes that kept it stands above, if measured.",
         ],
         "Versions": [
@@ -154,12 +198,16 @@ def _list(lines: list[str]) -> bool:
 
 def _judged(manifest: dict[str, Any], evidence: Evidence, settings: dict[str, Any]) -> list[str]:
     """Paragraphs and tables: measured, certified, told from logs, calibrated."""
+
+    def where(row: dict[str, Any]) -> str:
+        return _elsewhere(row, manifest)
+
     parts: list[str] = []
     rows: list[tuple[Any, ...]]
     heads: tuple[str, ...]
     if evidence.episodes is not None:
         rows = [
-            (f"{line['cost_limit']:g}", line["episodes"], *(_interval(line, *what) for what in MEASURED))
+            (f"{line['cost_limit']:g}{where(line)}", line["episodes"], *(_interval(line, *what) for what in MEASURED))
             for line in evidence.episodes.summary()
         ]
         table = _table(("limit", "episodes", "return", "cost", "P(cost ≤ limit)"), rows)
@@ -171,7 +219,7 @@ def _judged(manifest: dict[str, Any], evidence: Evidence, settings: dict[str, An
         parts += [note, _table(("limit", "return", "cost"), rows)]
     if evidence.certificates:
         rows = [
-            (c["statement"].replace("<=", "≤"), c["verdict"], f"{c['confidence']:g}", _given(c),
+            (c["statement"].replace("<=", "≤") + where(c), c["verdict"], f"{c['confidence']:g}", _given(c),
              f"{c['violations']} of {c['episodes']}", "{:.3f} to {:.3f}".format(*c["bounds"]))
             for c in evidence.certificates
         ]  # fmt: skip
@@ -191,7 +239,11 @@ def _judged(manifest: dict[str, Any], evidence: Evidence, settings: dict[str, An
         parts += [note, _table(("limit", "return", "cost", "unlike", "warning"), rows)]
     if evidence.calibrations:
         rows = [
-            (f"{c['limit']:g}", f"{c['internal_limit']:g}", f"{c['risk']:g}", f"{c['confidence']:g}", c["episodes"])
+            (
+                f"{c['limit']:g}{where(c)}",
+                *(f"{c[k]:g}" for k in ("internal_limit", "risk", "confidence")),
+                c["episodes"],
+            )
             for c in evidence.calibrations
         ]
         note = (
@@ -208,8 +260,17 @@ def _judged(manifest: dict[str, Any], evidence: Evidence, settings: dict[str, An
         ]
     if settings:
         changed = ", ".join(f"{k} = {v}" for k, v in settings.items())
-        parts.append(f"**It was exported with other settings** ({changed}): what stands above may be of the original.")
+        parts.append(
+            f"**It was exported with other settings** ({changed}): tables of episodes are of these, all else above may "
+            "be of the original."
+        )
     return parts
+
+
+def _elsewhere(row: dict[str, Any], manifest: dict[str, Any]) -> str:
+    """The task of what was measured in another one than the policy's own."""
+    task = row.get("task")
+    return "" if not task or task == manifest["spec"]["task"] else f" in {task}"
 
 
 MEASURED = ("return", 1), ("cost", 1), ("within_limit", 2)
@@ -220,14 +281,15 @@ def _table(heads: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
     return "\n".join(f"| {line} |" for line in lines)
 
 
-def _broken(evidence: Evidence) -> list[str]:
+def _broken(manifest: dict[str, Any], evidence: Evidence) -> list[str]:
     """The limits that it was seen to break."""
     seen = [
-        f"at {line['cost_limit']:g} an episode cost {_interval(line, 'cost', 1)}"
+        f"at {line['cost_limit']:g}{_elsewhere(line, manifest)} an episode cost {_interval(line, 'cost', 1)}"
         for line in (evidence.episodes.summary() if evidence.episodes is not None else [])
         if line["cost_interval"][0] > line["cost_limit"]
     ]
-    seen += [f"{c['statement']} was rejected" for c in evidence.certificates if c["verdict"] == "rejected"]
+    rejected = (c for c in evidence.certificates if c["verdict"] == "rejected")
+    seen += [f"{c['statement']}{_elsewhere(c, manifest)} was rejected" for c in rejected]
     return [f"- **Limits that it broke** when it was measured: {'; '.join(seen)}."] if seen else []
 
 
@@ -245,8 +307,7 @@ def _origins(evidence: Evidence) -> Rows:
     """The provenance of what was measured."""
     rows: Rows = []
     if evidence.episodes is not None:
-        whole = dict(evidence.episodes.provenance)
-        rows += whole.get("parts", [whole])
+        rows += map(dict, origins(evidence.episodes.provenance))
     told = *evidence.judgements, *evidence.calibrations, *evidence.certificates
     return rows + [dict(r.get("provenance") or {}) for r in told]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -29,9 +30,11 @@ class Policy(Running):
         dtype: torch.dtype = torch.float32,
         name: str = "",
         checkpoint: str = "",
+        sha256: Mapping[str, str] | None = None,
     ) -> None:
         self.method, self.spec, self.dtype = method, method.spec, dtype
         self.algorithm, self.checkpoint, self.task = name, checkpoint, self.spec.task  # names, for results
+        self.sha256 = sha256  # of the checkpoint's files
         super().__init__(
             (self.spec.observation_dim, self.spec.action_dim),
             method.context,
@@ -147,5 +150,10 @@ def load_policy(
             )
     limit = getattr(algorithm.config, "cost_limit", None)
     return Policy(
-        algorithm, trained_limit=limit, past_horizon=past_horizon, name=manifest["algorithm"], checkpoint=str(folder)
+        algorithm,
+        trained_limit=limit,
+        past_horizon=past_horizon,
+        name=manifest["algorithm"],
+        checkpoint=str(folder),
+        sha256=manifest["sha256"],
     )

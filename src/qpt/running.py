@@ -108,16 +108,19 @@ class Running(ABC):
         if cost_limits is None and not self._limited[rows].any():
             cost_limits = self._default_limit()
         # First all is looked at: what is refused changes nothing and ends no episode.
-        if cost_limits is not None:
-            self._checked_limits(cost_limits, len(rows))
+        fixed, targets = self._fixed[rows], self._targets[rows]
         if return_targets is not None:
-            return_targets = _each("a return target is a finite number", return_targets, len(rows))
+            targets = _each("a return target is a finite number", return_targets, len(rows))
+            fixed = np.ones(len(rows), bool)
         if seeds is not None:
-            self._seeds[rows] = _each("a seed is a whole number", seeds, len(rows), np.int64)
-        if return_targets is not None:
-            self._targets[rows], self._fixed[rows] = return_targets, True
+            seeds = _each("a seed is a whole number", seeds, len(rows), np.int64)
         if cost_limits is not None:
-            self.set_cost_limit(cost_limits, rows)
+            limits = self._internal_limits(cost_limits, len(rows))
+            targets = self._suited(targets, limits, ~fixed)
+            self._limits[rows], self._limited[rows] = limits, True
+        if seeds is not None:
+            self._seeds[rows] = seeds
+        self._targets[rows], self._fixed[rows] = targets, fixed
         for values in (self._step, self._return, self._cost, self._decisions, *self._window.values()):
             values[rows] = 0
         for values in self._sums.values():
@@ -129,14 +132,18 @@ class Running(ABC):
     def set_cost_limit(self, cost_limit: npt.ArrayLike, indices: npt.ArrayLike | None = None) -> None:
         """Set the limit on the whole episode's cost, of all rows or of some, from the next decision on."""
         rows = self._rows(np.arange(self.count) if indices is None else indices)
-        limits = self._checked_limits(cost_limit, len(rows))
-        limits = np.array([self.internal_limit(limit) for limit in limits])
-        self._limits[rows], self._limited[rows] = limits, True
-        free = ~self._fixed[rows]
-        if free.any():
-            self._targets[rows[free]] = self._suggest(limits[free])
+        limits = self._internal_limits(cost_limit, len(rows))
+        targets = self._suited(self._targets[rows], limits, ~self._fixed[rows])
+        self._limits[rows], self._limited[rows], self._targets[rows] = limits, True, targets
 
-    def _checked_limits(self, cost_limits: npt.ArrayLike, count: int) -> Doubles:
+    def _suited(self, targets: Doubles, limits: Doubles, free: npt.NDArray[np.bool_]) -> Doubles:
+        """The targets, where they are free those that belong to the limits."""
+        found = targets.copy()
+        if free.any():
+            found[free] = self._suggest(limits[free])
+        return found
+
+    def _internal_limits(self, cost_limits: npt.ArrayLike, count: int) -> Doubles:
         limits: Doubles = _each("a cost limit is a finite number of at least 0", cost_limits, count, least=0)
         trained = self.trained_limit if self.limit_mode == "trained" else None
         if trained is not None and not np.allclose(limits, trained):
@@ -144,7 +151,7 @@ class Running(ABC):
                 f"this policy was trained for a cost limit of {trained:g} and cannot take another; "
                 f"train one for {limits[~np.isclose(limits, trained)][0]:g}"
             )
-        return limits
+        return np.array([self.internal_limit(limit) for limit in limits], np.float64)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 

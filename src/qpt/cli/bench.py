@@ -12,6 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from qpt import stats
 from qpt.cli.grid import (
     Files,
     Ints,
@@ -106,7 +107,8 @@ def _finish(bench: Bench, out: Path, table: Path) -> int:
     if len(bench.results):
         lines, page = summarize(bench.results), console()
         page.print(summary_table(lines))
-        for note in (*_explanations(bench.results), *bench.results.notes):
+        fewest = min(line["seeds"] for line in lines)
+        for note in (*_explanations(bench.results, fewest), *bench.results.notes):
             page.print(note, highlight=False, markup=False)
         collect_results(out).save(table)  # of everything that lies there
         write_texts(out, {"summary.json": _json(lines)})
@@ -151,8 +153,7 @@ def summary_table(lines: Sequence[dict[str, Any]]) -> Table:
     return grid
 
 
-def _explanations(results: Results) -> list[str]:
-    seeds = len(set(results.train_seed.tolist()))
+def _explanations(results: Results, fewest: int) -> list[str]:
     texts = ["last: the last checkpoint."]
     if (results.episodes.checkpoint != LAST).any():
         texts = [
@@ -160,9 +161,7 @@ def _explanations(results: Results) -> list[str]:
             "rule; flattering).",
             "selected: the oracle's checkpoint on other episodes, which had no part in the choice.",
         ]
-    if seeds < 3:
-        texts.append(f"Intervals from {seeds} training seed{'s' * (seeds > 1)} say little about the next seed.")
-    return texts
+    return [*texts, *filter(None, [stats.caveat(fewest)])]
 
 
 def _with_interval(line: dict[str, Any], key: str) -> str:

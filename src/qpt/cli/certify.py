@@ -26,6 +26,7 @@ from qpt.certify import (
     certify,
     check_run,
     check_statement,
+    check_store,
     default_grid,
     store,
 )
@@ -118,6 +119,7 @@ def certify_command(
 def _calibrate(
     console: Console, policy: Any, facts: Any, limit: float, out: Path | None, *, grid: Any, **settings: Any
 ) -> int:
+    check_store(policy.checkpoint)
     steps = len(set(grid)) if grid else len(default_grid(limit))
     console.print(
         f"Calibration for P(episode cost > {limit:g}) <= {settings['risk']:g}: at most {steps} internal limits, "

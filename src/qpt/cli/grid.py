@@ -102,6 +102,8 @@ def read_settings(texts: Sequence[str], algorithms: Sequence[str]) -> dict[str, 
         if not equals:
             raise QptError(f"--set {text} has no value; write it as field=value")
         method, _, field = name.rpartition(".")
+        if field == "cost_limit":
+            raise QptError(f"--set {text}: a cost limit is no setting; give it with --limits, where a command has them")
         if method and method not in hints:
             raise QptError(f"--set {text}: {method} is not among the methods of this run, {', '.join(hints)}")
         owners = [a for a in algorithms if method in ("", a) and field in hints[a]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -120,6 +121,7 @@ def candidates(setup: Common, counts: Ints = paper.CANDIDATES) -> int:
     """
     if not counts or min(counts) < 1:
         raise QptError("numbers of candidates are whole numbers of at least 1")
+    counts = tuple(dict.fromkeys(counts))  # what is named twice counts once
     jobs = _plan(setup, setup.tasks or paper.CANDIDATE_TASKS, ("qpt",)).jobs("qpt")
     bench = carry_out(jobs, setup.run_folder, setup.machine)
     found = bench.results and reproduce.candidates(setup.run_folder, jobs, counts, setup.simulators)
@@ -176,6 +178,9 @@ def zero_shot(setup: Common, limits: Numbers = paper.ZERO_SHOT_LIMITS, algorithm
         limits: Cost limits to ask for.
         algorithms: Methods with a live limit.
     """
+    if not limits or not all(math.isfinite(limit) and limit >= 0 for limit in limits):
+        raise QptError(f"--limits are finite numbers of at least 0, and at least one; these are {list(limits)}")
+    limits, algorithms = tuple(dict.fromkeys(limits)), tuple(dict.fromkeys(algorithms))
     plan = _plan(setup, setup.tasks or paper.ZERO_SHOT_TASKS, algorithms)
     jobs = reproduce.zero_shot_jobs(plan, algorithms)
     fixed = sorted({job.algorithm for job in jobs if job.train_limit is not None})
@@ -277,13 +282,14 @@ def main(args: Sequence[str]) -> int:
 
 
 def _plan(setup: Setup, tasks: Sequence[str], algorithms: Sequence[str]) -> reproduce.Plan:
+    tasks = tuple(dict.fromkeys(tasks))
     check_simulators(tasks)
     changes: dict[str, Any] = {"steps": setup.steps, "seeds": setup.seeds, "episodes": setup.episodes}
     given = {name: value for name, value in changes.items() if value is not None}
     if min(given.values(), default=1) < 1:
         raise QptError("--steps, --seeds and --episodes are whole numbers of at least 1")
     return reproduce.Plan(
-        tuple(tasks),
+        tasks,
         replace(reproduce.SCALES[setup.scale], **given),
         read_files(setup.data, setup.data_dir, tasks),
         setup.preset,

@@ -97,6 +97,7 @@ def evaluate(
             **provenance(),
             "task": task.name,
             "seed": seed,
+            "sha256": dict(getattr(policy, "sha256", None) or {}),  # of the files that it was loaded from
             "limit_mode": policy.limit_mode,
             "trained_limit": getattr(policy, "trained_limit", None),
             "surrogate_data": bool(getattr(getattr(policy, "spec", None), "surrogate", False)),  # never DSRL's own

@@ -44,6 +44,11 @@ def run_jobs(jobs: Sequence[Job], root: str | Path, executor: Executor | None = 
             raise QptError(
                 f"{job.key} is asked for with two kinds of evaluation; give all its limits and episodes once"
             )
+        if (one := _file(first.data)) != (other := _file(job.data)):
+            raise QptError(
+                f"the data {one} and {other} are called alike, and one of them would not be run ({job.key}); "
+                "rename one file, or run it below another root"
+            )
     todo = [job for job in unique.values() if not is_done(job, root)]
     check_data(todo)
     _check_same_data([job for job in unique.values() if job not in todo], root)
@@ -52,6 +57,12 @@ def run_jobs(jobs: Sequence[Job], root: str | Path, executor: Executor | None = 
         if todo:
             (executor or local_executor())(todo, root, report)
     return Bench(collect_results(root, jobs), state.failures, tuple(state.incidents), len(unique) - len(todo))
+
+
+def _file(data: str | None) -> str:
+    if data is None:
+        return "of the cache"
+    return str(Path(data).resolve()) if Path(data).exists() else data
 
 
 def _check_same_data(done: Sequence[Job], root: Path) -> None:

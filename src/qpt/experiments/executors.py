@@ -29,6 +29,7 @@ from qpt.tasks import Task, all_tasks, get_task, register_task
 
 ATTEMPTS = 3  # how often a job may take its worker down before it counts as failed
 GRACE = 20.0  # seconds to save in, when asked to stop
+ASKED = 2  # times within these seconds: the second request ends an evaluation, which does not notice the first
 TOKEN = ".shared"  # tells whether a worker elsewhere sees the same folder
 
 Report = Callable[[Job, str, str], None]  # (job, state: running, again, done or failed; what there is to say)
@@ -142,12 +143,13 @@ class _Worker:
 def _stop(running: list[_Worker]) -> None:
     """Ask all to save and leave, wait for a while, and leave no orphans."""
     try:
-        for worker in running:
-            worker.process.terminate()
-        until = time.monotonic() + GRACE
-        for worker in running:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(max(until - time.monotonic(), 0.01))
+        for _ in range(ASKED):
+            for worker in running:
+                worker.process.terminate()
+            until = time.monotonic() + GRACE / ASKED
+            for worker in running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    worker.process.wait(max(until - time.monotonic(), 0.01))
     finally:  # also after a second Ctrl-C
         for worker in running:
             worker.process.kill()
@@ -275,7 +277,7 @@ def _carry_out(job: Job, root: Path, simulators: int, token: str | None = None) 
                 "or run on each machine and copy the folders together"
             )
         run_job(job, root, simulators)
-    except Interrupted:
+    except (Interrupted, KeyboardInterrupt):
         return {"state": "interrupted", "text": ""}
     except Exception as error:
         if isinstance(error, QptError):
@@ -304,8 +306,9 @@ def _main() -> None:
 def _leave_with_parent(line: int) -> None:
     """However the parent ends, its end of the line is closed: save and leave."""
     os.read(line, 1)
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(GRACE)
+    for _ in range(ASKED):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(GRACE / ASKED)
     os._exit(1)
 
 

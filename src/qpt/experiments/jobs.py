@@ -237,7 +237,7 @@ def run_job(job: Job, root: Path, simulators: int = 0) -> Path:
                 evaluate_rules(job, folder, job.eval_limits, workers=simulators).save(folder / EPISODES)
             write_json(folder / DONE, _facts(job, folder) | {"seconds": round(time.time() - began, 1)})
             _event(folder, "done")
-        except Interrupted:
+        except (Interrupted, KeyboardInterrupt):
             _event(folder, "interrupted", step=_trained_steps(folder))
             raise
         except Exception as error:

@@ -123,7 +123,7 @@ def main_table(results: Results) -> list[Row]:
 def component_jobs(plan: Plan, experiments: Sequence[int] = ()) -> list[Job]:
     """The ablation of augmentation, both critics' terms and candidates."""
     wanted = [c for c in paper.components() if not experiments or c.number in experiments]
-    if len(wanted) < len(experiments):
+    if len(wanted) < len(set(experiments)):
         raise QptError(f"the component experiments are numbered 1 to 8, not {list(experiments)}")
     return by_seed([job for c in wanted for job in plan.jobs("qpt", c.label, c.overrides)])
 

@@ -17,7 +17,7 @@ from urllib.parse import quote
 import numpy as np
 
 from qpt import __version__
-from qpt.episodes import provenance
+from qpt.episodes import origins, provenance
 from qpt.errors import QptError
 from qpt.experiments.jobs import RULE_NAMES
 from qpt.experiments.texts import write_texts
@@ -83,6 +83,7 @@ def render(collected: Collected, made: Sequence[Line], texts: Mapping[str, str],
         "matrix": matrices,
         "headline": "".join(map(tables.to_html, blocks)) or '<p class="empty">Nothing was evaluated yet.</p>',
         "legend": html.escape(tables.LEGEND),
+        "caveat": html.escape(tables.caveat(blocks)),
         "downloads": " · ".join(links),
         "runs": _runs(collected.runs),
         "tables": _tables(collected.provenance),
@@ -112,7 +113,9 @@ def _subtitle(collected: Collected) -> str:
 
 def _warning(collected: Collected) -> str:
     trained = [(r.task, (r.facts.get("data") or {}).get("surrogate")) for r in collected.runs]
-    evaluated = [(str(p.get("task", "")), p.get("surrogate_data")) for _, p in _flat_parts(collected.provenance)]
+    evaluated = [
+        (str(p.get("task", "")), p.get("surrogate_data")) for _, whole in collected.provenance for p in origins(whole)
+    ]
     tasks = sorted(
         {t for t, flag in trained + evaluated if flag} | {t for t, p in collected.planes.items() if p.surrogate}
     )
@@ -121,16 +124,6 @@ def _warning(collected: Collected) -> str:
         named = ", ".join(filter(None, tasks))
         notes.insert(0, f"Surrogate data ({named}): collected anew, not the published data; these are no DSRL scores.")
     return "".join(f'<p class="note">{html.escape(note)}</p>' for note in notes)
-
-
-def _flat_parts(tables_: Iterable[tuple[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Provenance of each part of tables that were put together, maybe more than once."""
-    found: list[tuple[str, Mapping[str, Any]]] = []
-    for name, whole in tables_:
-        if isinstance(whole, Mapping):
-            parts = whole.get("parts")
-            found += _flat_parts((name, part) for part in parts) if isinstance(parts, list) else [(name, whole)]
-    return found
 
 
 def _runs(runs: Sequence[Run]) -> str:
@@ -167,7 +160,7 @@ def _runs(runs: Sequence[Run]) -> str:
 
 def _tables(given: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     rows = []
-    for name, part in _flat_parts(given):
+    for name, part in ((name, part) for name, whole in given for part in origins(whole)):
         command = " ".join(map(str, part.get("command") or []))
         versions = ", ".join(f"{k} {v}" for k, v in (part.get("versions") or {}).items())
         rows.append(

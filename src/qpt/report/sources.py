@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from qpt import logs
-from qpt.episodes import Episodes
+from qpt.episodes import Episodes, origins, settings_of
 from qpt.errors import QptError, require
-from qpt.experiments.jobs import DONE, JOB, LAST, ORACLE, RULES, SELECTED
+from qpt.experiments.jobs import LAST, ORACLE, RULES, SELECTED
+from qpt.report.places import Place, method_names, named, newest, tables_of, walk
 from qpt.report.planes import Plane, read_plane
 from qpt.training import best_evaluation
 
@@ -38,9 +37,11 @@ class Result:
     returns: Floats
     costs: Floats
     normalized_returns: Floats
-    fallback: float  # share of decisions; NaN where the policy has none
+    fallback: Floats  # share of decisions; NaN where the policy has none
     whole: bool  # each value is an episode
     step: int = -1  # of the checkpoint; -1 where that is not said
+    numbers: Sequence[tuple[int, int]] = ()  # evaluation seed and number of each episode
+    changed: bool = False  # run with other settings than it was trained with
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,46 +77,6 @@ class Collected:
         return list(dict.fromkeys([r.method for r in self.results] + [r.method for r in self.runs]))
 
 
-@dataclass(frozen=True)
-class _Place:
-    """The folder of a run, and the method's name where the caller gave one."""
-
-    folder: Path
-    label: str = ""
-
-    @cached_property
-    def facts(self) -> Mapping[str, Any]:
-        return _json(self.folder / "run.json")
-
-    @cached_property
-    def name(self) -> str:
-        """The method as the caller, the benchmark's job or the run calls it."""
-        job = self.folder / JOB
-        own = str(_json(job).get("label") or "") if job.is_file() else ""
-        return self.label or own or str(self.facts.get("algorithm") or "unknown")
-
-    @cached_property
-    def done(self) -> Mapping[str, Any]:
-        """What a job of a benchmark says when it is finished."""
-        path = self.folder / DONE
-        return _json(path) if path.is_file() else {}
-
-    @property
-    def key(self) -> str:
-        return str(self.done.get("key") or self.folder)
-
-    @property
-    def time(self) -> float:
-        return float(self.done.get("time") or 0.0)
-
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        """What sets runs of one method apart: its settings and its data."""
-        config, data = (self.facts.get(name) or {} for name in ("config", "data"))
-        source = Path(str(data.get("source") or "")).name  # the folder is another on every machine
-        return {k: v for k, v in config.items() if k != "cost_limit"} | {"data": source}
-
-
 # -- from paths to everything ------------------------------------------------------------------------------------------
 
 
@@ -127,28 +88,29 @@ def collect(paths: Sequence[str | Path], data: Mapping[str, str] | None = None) 
     """
     if not paths:
         raise QptError("a report needs at least one run folder, results folder or table of episodes")
-    places: list[_Place] = []
+    places: list[Place] = []
     tables: list[tuple[Path, str]] = []
     for text in paths:
-        path, label = _named(text)
+        path, label = named(text)
         if path.is_file():
             tables.append((path, label))
         elif path.is_dir():
-            places += _walk(path, label)
+            places += walk(path, label)
         else:
             raise QptError(f"there is no file or folder {path}; name a run, a results folder or a table of episodes")
     places = list({place.folder.resolve(): place for place in reversed(places)}.values())[::-1]  # each once
-    own = {table.resolve() for place in places for table in _tables(place.folder)}
+    places, given = newest(places), len(places)
+    own = {table.resolve() for place in places for table in tables_of(place.folder)}
     tables = [(path, label) for path, label in dict(tables).items() if path.resolve() not in own]
     jobs = {str(place.done["key"]) for place in places if place.done.get("key")}
     results: list[Result] = []
     runs: list[Run] = []
     provenance: list[tuple[str, Mapping[str, Any]]] = []
-    for place, method in zip(places, _method_names(places), strict=True):
+    for place, method in zip(places, method_names(places), strict=True):
         run = _read_run(place, method)
         runs.append(run)
         results += _from_training(run)
-        for table in _tables(place.folder):
+        for table in tables_of(place.folder):
             episodes = Episodes.load(table)
             results += _from_table(episodes, run=run.name, method=method)
             provenance.append((str(table), episodes.provenance))
@@ -167,73 +129,19 @@ def collect(paths: Sequence[str | Path], data: Mapping[str, str] | None = None) 
     if not results and not any(run.metrics for run in runs):
         raise QptError(f"there are no results yet in {', '.join(map(str, paths))}; train or evaluate first")
     notes: list[str] = []
+    if older := given - len(places):
+        whose = "1 run is" if older == 1 else f"{older} runs are"
+        notes.append(f"{whose} left out: a newer copy is given too. NAME=PATH would keep copies apart.")
     collected = Collected(_without_doubles(_of_last_steps(results, notes)), runs, provenance)
     collected.notes.extend(notes)
     _add_planes(collected, data or {})
     return collected
 
 
-def _named(text: str | Path) -> tuple[Path, str]:
-    label, equals, rest = str(text).partition("=")
-    if equals and not Path(text).exists():
-        return Path(rest), label
-    return Path(text), ""
-
-
-def _walk(root: Path, label: str) -> list[_Place]:
-    """The runs at or below a folder, by task and method; of one that was copied to two places, the newer."""
-    places: list[_Place] = []
-    waiting = [root]
-    while waiting:
-        folder = waiting.pop(0)
-        if (folder / "run.json").is_file():
-            places.append(_Place(folder, label))
-        else:
-            waiting[:0] = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
-    newest = {place.key: place for place in sorted(places, key=lambda place: place.time)}
-    places = [place for place in places if newest[place.key] is place]
-    places.sort(key=lambda place: (*(str(place.facts.get(k)) for k in ("task", "algorithm")), place.name))
-    if not places:
-        raise QptError(f"there is no run in {root}; name a folder of `qpt train` or `qpt bench`, or tables of episodes")
-    return places
-
-
-def _tables(folder: Path) -> tuple[Path, ...]:
-    return tuple(sorted(p for p in folder.glob("episodes*") if p.suffix in (".csv", ".parquet")))
-
-
-def _json(path: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise QptError(f"{path} cannot be read ({error}); leave this run out, or train it again") from error
-    if not isinstance(found, dict):
-        raise QptError(f"{path} does not describe a run; leave it out, or train it again")
-    return found
-
-
-# -- names of methods --------------------------------------------------------------------------------------------------
-
-
-def _method_names(places: Sequence[_Place]) -> list[str]:
-    """The method of each run, with the settings by which runs of one name on one task differ."""
-    names = []
-    for place in places:
-        alike = [p.config for p in places if p.name == place.name and p.facts.get("task") == place.facts.get("task")]
-        keys = [k for k, v in place.config.items() if any(other.get(k) != v for other in alike)]
-        if place.label or not keys:
-            names.append(place.name)
-        elif len(keys) <= 3:
-            names.append(" · ".join([place.name, *(f"{k}={place.config[k]}" for k in keys)]))
-        else:  # too much to say: the folder's name says it better
-            names.append(f"{place.name} · {place.folder.name}")
-    return names
-
-
 # -- one run, one table ------------------------------------------------------------------------------------------------
 
 
-def _read_run(place: _Place, method: str) -> Run:
+def _read_run(place: Place, method: str) -> Run:
     folder, facts = place.folder, place.facts
     seed = facts.get("seed")
     return Run(
@@ -265,22 +173,31 @@ def _calibration(path: Path) -> Mapping[str, list[float]] | None:
 def _from_table(episodes: Episodes, *, run: str, method: str) -> Iterable[Result]:
     selections = np.array([_selection(text) for text in episodes.checkpoint.tolist()])
     steps = np.array([_step(text) for text in episodes.checkpoint.tolist()])
-    names = (episodes.task, episodes.algorithm, selections, episodes.cost_limit, steps)
+    names, settings = (episodes.task, episodes.algorithm, selections, episodes.cost_limit, steps), _settings(episodes)
     for key, rows in _places(list(zip(*(column.tolist() for column in names), strict=True))).items():
         part = episodes.select(rows)
         yield Result(
             task=str(key[0]),
-            method=method or str(key[1]),
+            method=" · ".join([method or str(key[1]), *settings]),
             run=run,
             selection=str(key[2]),
             cost_limit=float(key[3]),
             returns=part.returns,
             costs=part.costs,
             normalized_returns=part.normalized_return,
-            fallback=float(part.fallback_share.mean()),
+            fallback=part.fallback_share,
             whole=True,
             step=int(key[4]),
+            numbers=list(zip(part.seed.tolist(), part.episode.tolist(), strict=True)),
+            changed=bool(settings),
         )
+
+
+def _settings(episodes: Episodes) -> list[str]:
+    """What was changed for these episodes: other settings are another policy. Of several kinds, all are named."""
+    changed = [settings_of(origin) for origin in origins(episodes.provenance)]
+    kinds = list(dict.fromkeys(" · ".join(f"{k}={v}" for k, v in sorted(each.items())) for each in changed))
+    return [" or ".join(kind or "as trained" for kind in kinds)] if any(kinds) else []
 
 
 def _places(keys: Sequence[Any]) -> dict[Any, list[int]]:
@@ -319,7 +236,7 @@ def _from_training(run: Run) -> Iterable[Result]:
                 returns=np.array([part["return"]], float),
                 costs=np.array([part["cost"]], float),
                 normalized_returns=np.array([part.get("normalized_return", np.nan)], float),
-                fallback=float("nan"),
+                fallback=np.array([np.nan]),
                 whole=False,
             )
 
@@ -361,22 +278,21 @@ def _run_name(checkpoint: str, table: Path) -> str:
 
 
 def _without_doubles(results: Sequence[Result]) -> list[Result]:
-    """Episodes of one policy from several tables are put together; they stand in for the means of training."""
+    """Episodes of one policy from several tables are put together, each once; they stand in for means of training."""
     kept: dict[tuple[Any, ...], list[Result]] = {}
-    evaluated = {(r.task, r.run) for r in results if r.whole}
+    evaluated = {(r.task, r.run) for r in results if r.whole and not r.changed}
     for r in results:
         if r.whole or (r.task, r.run) not in evaluated:
             kept.setdefault((r.task, r.method, r.run, r.selection, r.cost_limit), []).append(r)
-    return [
-        replace(
-            parts[0],
-            returns=np.concatenate([r.returns for r in parts]),
-            costs=np.concatenate([r.costs for r in parts]),
-            normalized_returns=np.concatenate([r.normalized_returns for r in parts]),
-            fallback=float(np.mean([r.fallback for r in parts])),
-        )
-        for parts in kept.values()
-    ]
+    return [_joined(parts) for parts in kept.values()]
+
+
+def _joined(parts: Sequence[Result]) -> Result:
+    numbers = [number for r in parts for number in r.numbers]
+    rows = [places[0] for places in _places(numbers).values()] or [0]  # means of training have no numbers
+    names = ("returns", "costs", "normalized_returns", "fallback")
+    columns: dict[str, Any] = {name: np.concatenate([getattr(r, name) for r in parts])[rows] for name in names}
+    return replace(parts[0], **columns, numbers=[numbers[row] for row in rows] if numbers else ())
 
 
 # -- the logged episodes -----------------------------------------------------------------------------------------------

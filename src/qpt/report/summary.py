@@ -70,7 +70,7 @@ def _line(key: tuple[str, float, str, str], parts: Sequence[Result], confidence:
         within=found["within_limit"] if whole else math.nan,
         within_interval=found["within_limit_interval"] if whole else (math.nan, math.nan),
         cost_cvar=found["cost_cvar"] if whole else math.nan,
-        fallback=float(np.mean([p.fallback for p in parts])),
+        fallback=float(np.mean([p.fallback.mean() for p in parts])),
         verdict=found["verdict"],
         safe=found["cost"] <= key[1],
     )

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from qpt import stats
 from qpt.experiments.jobs import RULE_NAMES, RULES
 from qpt.experiments.texts import csv_table, latex, markdown
 from qpt.report.summary import Line, shown
@@ -41,6 +42,13 @@ def blocks(lines: Sequence[Line]) -> list[Block]:
         rows = [(m, {line.selection: line for line in part if line.method == m}) for m in methods]
         made.append(Block(task, limit, rules, [row for row in rows if row[1]]))
     return made
+
+
+def caveat(made: Sequence[Block]) -> str:
+    """What the intervals are worth where runs are few; after a space, where there is something to say."""
+    runs = [line.runs for block in made for _, by_rule in block.rows for line in by_rule.values()]
+    text = stats.caveat(min(runs)) if runs else ""
+    return f" {text}" if text else ""
 
 
 def _cells(line: Line | None) -> tuple[tuple[str, str], ...]:
@@ -151,7 +159,7 @@ def _small_cell(line: Line | None, top: str) -> str:
 
 def to_markdown(made: Sequence[Block]) -> str:
     """One table for each task and limit."""
-    parts = [f"{LEGEND} (here ★ stands for blue and italics for grey).\n"]
+    parts = [f"{LEGEND} (here ★ stands for blue and italics for grey).{caveat(made)}\n"]
     for block in made:
         many = len(block.rules) > 1
         names = [f"{c}, {r}" if many else c for r in block.rules for c in COLUMNS]
@@ -169,7 +177,7 @@ def to_markdown(made: Sequence[Block]) -> str:
 
 def to_latex(made: Sequence[Block]) -> str:
     """One tabular for each task and limit; needs the package xcolor."""
-    parts = [f"% {latex(LEGEND)}.", r"% \usepackage{xcolor}"]
+    parts = [f"% {latex(LEGEND)}.{latex(caveat(made))}", r"% \usepackage{xcolor}"]
     styles = {"best": r"\textcolor{blue}{\textbf{%s}}", "safe": r"\textbf{%s}", "unsafe": r"\textcolor{gray}{%s}"}
     for block in made:
         width = len(COLUMNS) * len(block.rules)
