@@ -78,7 +78,6 @@ class Session:
         )
         self._phase: Any = None
         self._last: dict[str, Tensor] = {}
-        self._logged = self._saved = -1
 
     # -- beginning and going on ----------------------------------------------------------------------------------------
 
