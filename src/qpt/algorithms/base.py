@@ -239,7 +239,9 @@ def preset_config(algorithm: str, name: str, task: Task | None = None) -> Any:
     return config
 
 
-def relabelled_windows(config: Any, spec: Spec, data: Trajectories, device: torch.device, seed: int) -> WindowSampler:
+def relabelled_windows(
+    config: Any, spec: Spec, data: Trajectories, device: torch.device, seed: int, horizon: int | None = None
+) -> WindowSampler:
     """The windows of the sequence methods: logged and, where configured, relabelled episodes."""
     relabelled = None
     if config.augmentation:
@@ -261,6 +263,7 @@ def relabelled_windows(config: Any, spec: Spec, data: Trajectories, device: torc
         relabelled=relabelled,
         weighting=config.weighting,
         cost_ceiling=config.cost_ceiling,
+        horizon=horizon,
         device=device,
         seed=seed,
     )

@@ -131,7 +131,8 @@ class QPT(nn.Module):
     # -- data ----------------------------------------------------------------------------------------------------------
 
     def make_sampler(self, data: Trajectories, device: torch.device, seed: int) -> WindowSampler:
-        return relabelled_windows(self.config, self.spec, data, device, seed)
+        horizon = self.spec.horizon if self.config.time_critics else None  # else nothing but a terminal ends an episode
+        return relabelled_windows(self.config, self.spec, data, device, seed, horizon)
 
     # -- networks ------------------------------------------------------------------------------------------------------
 
@@ -220,6 +221,8 @@ class QPT(nn.Module):
                 cost_value = cost_value.clamp(min=0)
             reward_target, valid = n_step_targets(rewards, reward_value, batch.mask, ended, c.discount, self.n_step)
             cost_target, _ = n_step_targets(costs, cost_value, batch.mask, ended, c.cost_discount, self.n_step)
+            if c.bound_cost:  # what was paid in fact can be done: the least cost is no more
+                cost_target = torch.minimum(cost_target, batch.paid * self.cost_scale)
             fits = valid
             if c.budget_critics:  # what the logged steps and the least continuation cost must fit the budget
                 fits = valid & (cost_target <= (budgets + c.budget_margin) * self.cost_scale)

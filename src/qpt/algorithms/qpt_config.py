@@ -90,6 +90,9 @@ class QPTConfig:
     """Factor of costs in the critics; None: 10 / the mean cost-to-go of the data (at least 1)."""
     clamp_cost: bool = True
     """Keep bootstrapped costs at or above 0."""
+    bound_cost: bool = False
+    """Keep targets of the cost critics at or below what the logged episode went on to pay: it shows that so little is
+    possible. Episodes whose log stops before their end bound nothing."""
 
     # -- the objective
     train_with_reward_critic: bool = True
