@@ -79,9 +79,7 @@ def slow_weights(
     return weights
 
 
-def slow_window(
-    data: Trajectories, episode: tuple[int, float, float], start: int, horizon: int | None = None
-) -> dict[str, Any]:
+def slow_window(data: Trajectories, episode: tuple[int, float, float], start: int) -> dict[str, Any]:
     """One window by slicing and summing, field by field."""
     base, return_shift, cost_shift = episode
     first, last = int(data.offsets[base]) + start, int(data.offsets[base + 1])
@@ -92,16 +90,14 @@ def slow_window(
         return np.concatenate([values, np.zeros((missing, *values.shape[1:]), values.dtype)])
 
     rtg = np.array([sum(map(float, data.rewards[i:last])) + return_shift for i in range(first, stop)])
-    paid = np.array([sum(map(float, data.costs[i:last])) for i in range(first, stop)])
-    whole = data.terminals[last - 1] or (horizon is not None and last - data.offsets[base] >= horizon)
+    ctg = np.array([sum(map(float, data.costs[i:last])) + cost_shift for i in range(first, stop)])
     return {
         "observations": padded(data.observations[first:stop]),
         "actions": padded(data.actions[first:stop]),
         "rewards": padded(data.rewards[first:stop]),
         "costs": padded(data.costs[first:stop]),
         "return_to_go": padded(rtg),
-        "cost_to_go": padded(paid + cost_shift),
-        "paid": padded(paid if whole else np.full_like(paid, np.inf)),
+        "cost_to_go": padded(ctg),
         "terminals": padded(data.terminals[first:stop].astype(np.float32)),
         "timeouts": padded(data.timeouts[first:stop].astype(np.float32)),
         "steps": np.arange(start, start + CONTEXT),
@@ -120,20 +116,19 @@ def traced(data: Trajectories, rows: list[tuple[int, float, float]], batch: Wind
     return found
 
 
-@pytest.mark.parametrize("horizon", [None, 8])
 @pytest.mark.parametrize("weighting", ["uniform", "length", "low-cost"])
-def test_window_content_is_that_of_slicing(weighting: Weighting, horizon: int | None) -> None:
+def test_window_content_is_that_of_slicing(weighting: Weighting) -> None:
     data, extra = uneven(), relabelled()
     rows = table(data, extra)
-    batch = WindowSampler(data, 600, CONTEXT, relabelled=extra, weighting=weighting, horizon=horizon, seed=3).sample()
+    batch = WindowSampler(data, 600, CONTEXT, relabelled=extra, weighting=weighting, seed=3).sample()
     places = traced(data, rows, batch)
     assert {entry for entry, _ in places} == set(range(len(rows)))  # every kind is among those compared
     assert not batch.mask.all()
     for i, (entry, start) in enumerate(places):
-        wanted = slow_window(data, rows[entry], start, horizon)
+        wanted = slow_window(data, rows[entry], start)
         for name, values in batch._asdict().items():
             got = values[i].numpy()
-            if name in ("return_to_go", "cost_to_go", "paid"):  # sums in another order
+            if name in ("return_to_go", "cost_to_go"):  # sums in another order
                 np.testing.assert_allclose(got, wanted[name], rtol=1e-5, atol=1e-4, err_msg=name)
             else:
                 np.testing.assert_array_equal(got, wanted[name], err_msg=name)

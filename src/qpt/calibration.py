@@ -108,8 +108,7 @@ def held_out(method: QPT, data: Trajectories) -> HeldOut:
         cost_q = method.reduce(method.target_cost_critics(torch.cat([unaware, actions], -1))[..., 0], c.cost_reduction)
         value = method.values.each(torch.stack([unaware, unaware]))[1, :, 0]
         costs = torch.tensor(data.costs[part], device=device) * method.cost_scale
-        in_full = c.time_critics and end - start >= method.spec.horizon  # an earlier timeout cut the log off
-        ended = torch.tensor(data.terminals[part] | (data.timeouts[part] & in_full), device=device)
+        ended = torch.tensor(data.terminals[part] | (data.timeouts[part] & c.time_critics), device=device)
         came, valid = n_step_targets(
             costs[None],
             (value.clamp(min=0) if c.clamp_cost else value)[None],
@@ -118,8 +117,6 @@ def held_out(method: QPT, data: Trajectories) -> HeldOut:
             c.cost_discount,
             method.n_step,
         )
-        if c.bound_cost and ended[-1]:
-            came = torch.minimum(came, torch.tensor(data.costs_to_go[part], device=device) * method.cost_scale)
         for kept, values in ((predicted, cost_q), (excess, came[0] - cost_q)):
             kept.append((values / method.cost_scale)[valid[0]].double().cpu().numpy())
     return HeldOut(np.concatenate(predicted), np.concatenate(excess))

@@ -239,9 +239,7 @@ def preset_config(algorithm: str, name: str, task: Task | None = None) -> Any:
     return config
 
 
-def relabelled_windows(
-    config: Any, spec: Spec, data: Trajectories, device: torch.device, seed: int, horizon: int | None = None
-) -> WindowSampler:
+def relabelled_windows(config: Any, spec: Spec, data: Trajectories, device: torch.device, seed: int) -> WindowSampler:
     """The windows of the sequence methods: logged and, where configured, relabelled episodes."""
     relabelled = None
     if config.augmentation:
@@ -263,7 +261,6 @@ def relabelled_windows(
         relabelled=relabelled,
         weighting=config.weighting,
         cost_ceiling=config.cost_ceiling,
-        horizon=horizon,
         device=device,
         seed=seed,
     )

@@ -131,8 +131,7 @@ class QPT(nn.Module):
     # -- data ----------------------------------------------------------------------------------------------------------
 
     def make_sampler(self, data: Trajectories, device: torch.device, seed: int) -> WindowSampler:
-        horizon = self.spec.horizon if self.config.time_critics else None  # else nothing but a terminal ends an episode
-        return relabelled_windows(self.config, self.spec, data, device, seed, horizon)
+        return relabelled_windows(self.config, self.spec, data, device, seed)
 
     # -- networks ------------------------------------------------------------------------------------------------------
 
@@ -184,6 +183,20 @@ class QPT(nn.Module):
             values = run_together([reward, cost], inputs, frozen)[..., 0]
         return torch.unflatten(values, 0, (2, 2))
 
+    def acted_ahead(self, batch: WindowBatch, states: Tensor) -> Tensor:
+        """Inputs of critics where targets bootstrap: states [B, K, F] and what the target policy does there."""
+        last = None
+        if self.n_step >= self.config.context:  # that is always the window's last step: [B, 1, ...] will do
+            last = (batch.mask.sum(1) - 1).clamp(min=0)
+            states = states.gather(1, last[:, None, None].expand(-1, 1, states.shape[-1]))
+        return torch.cat([states, self.policy(batch, target=True, last=last)], -1)
+
+    def carefully(self, batch: WindowBatch) -> WindowBatch:
+        """The windows as they look to a policy that shall spend no more, and may earn less for it."""
+        return batch._replace(
+            return_to_go=batch.return_to_go * self.config.careful_return, cost_to_go=torch.zeros_like(batch.cost_to_go)
+        )
+
     # -- losses --------------------------------------------------------------------------------------------------------
 
     def critic_loss(
@@ -207,22 +220,20 @@ class QPT(nn.Module):
                 values = self.values.each(torch.stack([seen, unaware]))[..., 0]
         with torch.no_grad():
             if c.bootstrap == "policy":
-                last, states = None, seen
-                if self.n_step >= c.context:  # every target bootstraps from the window's last step: one action will do
-                    last = (batch.mask.sum(1) - 1).clamp(min=0)
-                    states = seen.gather(1, last[:, None, None].expand(-1, 1, seen.shape[-1]))
-                acted = torch.cat([states, self.policy(batch, target=True, last=last)], -1)
+                acted = self.acted_ahead(batch, seen)
                 ahead = self.q_pair(self.target_reward_critics, self.target_cost_critics, (acted, acted))
                 reward_value = self.reduce(ahead[0], c.reward_reduction).expand_as(rewards)
                 cost_value = self.reduce(ahead[1], c.cost_reduction).expand_as(rewards)
             else:
                 reward_value, cost_value = values.detach()
+                if c.careful_costs:
+                    acted = self.acted_ahead(self.carefully(batch), unaware)
+                    ahead = self.reduce(self.q(self.target_cost_critics, acted), c.cost_reduction)
+                    cost_value = ahead.expand_as(costs)
             if c.clamp_cost:
                 cost_value = cost_value.clamp(min=0)
             reward_target, valid = n_step_targets(rewards, reward_value, batch.mask, ended, c.discount, self.n_step)
             cost_target, _ = n_step_targets(costs, cost_value, batch.mask, ended, c.cost_discount, self.n_step)
-            if c.bound_cost:  # what was paid in fact can be done: the least cost is no more
-                cost_target = torch.minimum(cost_target, batch.paid * self.cost_scale)
             fits = valid
             if c.budget_critics:  # what the logged steps and the least continuation cost must fit the budget
                 fits = valid & (cost_target <= (budgets + c.budget_margin) * self.cost_scale)

@@ -90,9 +90,11 @@ class QPTConfig:
     """Factor of costs in the critics; None: 10 / the mean cost-to-go of the data (at least 1)."""
     clamp_cost: bool = True
     """Keep bootstrapped costs at or above 0."""
-    bound_cost: bool = False
-    """Keep targets of the cost critics at or below what the logged episode went on to pay: it shows that so little is
-    possible. Episodes whose log stops before their end bound nothing."""
+    careful_costs: bool = False
+    """With bootstrap "expectile": cost critics value what the target policy itself goes on to cost when it is told to
+    spend no more, in place of the least cost among logged actions, which it may not be able to follow."""
+    careful_return: float = 0.9
+    """The share of the return-to-go that it is then asked for."""
 
     # -- the objective
     train_with_reward_critic: bool = True

@@ -24,7 +24,6 @@ class WindowBatch(NamedTuple):
     costs: Tensor  # [B, K]
     return_to_go: Tensor  # [B, K]
     cost_to_go: Tensor  # [B, K]
-    paid: Tensor  # [B, K] the true cost-to-go, never relabelled; infinite where the log stops before the episode's end
     terminals: Tensor  # [B, K] 0/1: the task ended with this step
     timeouts: Tensor  # [B, K] 0/1: the episode was cut off after this step
     steps: Tensor  # [B, K] index of the step in its episode; goes on beyond the end
@@ -59,7 +58,7 @@ class WindowSampler:
     Relabelled episodes (see `qpt.data.augment`) stand beside the logged ones as (base episode, shift of the
     return-to-go, shift of the cost-to-go). Weighting "low-cost" draws an episode in proportion to
     max(ceiling - cost, 0) of its (relabelled) cost, as CDT does, so episodes above the ceiling are never seen; "length"
-    and "uniform" see every episode. With a `horizon`, an episode of that many steps has come to its end.
+    and "uniform" see every episode.
     """
 
     compilable = ("windows",)
@@ -73,7 +72,6 @@ class WindowSampler:
         relabelled: Relabelled | None = None,
         weighting: Weighting = "uniform",
         cost_ceiling: float = 70.0,
-        horizon: int | None = None,
         device: torch.device | str = "cpu",
         seed: int = 0,
     ) -> None:
@@ -91,21 +89,19 @@ class WindowSampler:
                 [shifts, np.stack([relabelled.return_shift, relabelled.cost_shift], 1).astype(np.float32)]
             )
         weights = self._weights(data, base, shifts[:, 1], weighting, cost_ceiling)
-        complete = data.terminals[data.offsets[1:] - 1] | (data.lengths >= (horizon or np.inf))
         # One row a step, all fields side by side: a batch is a single gather. The last row of zeros is the padding.
         table = np.concatenate(
             [
                 data.observations,
                 data.actions,
                 np.stack([data.rewards, data.costs, data.returns_to_go, data.costs_to_go], 1),
-                np.where(np.repeat(complete, data.lengths), data.costs_to_go, np.float32(np.inf))[:, None],
                 np.stack([data.terminals, data.timeouts], 1).astype(np.float32),
             ],
             axis=1,
         )
         self._table = torch.cat([torch.from_numpy(table), torch.zeros(1, table.shape[1])]).to(
             device
-        )  # [N + 1, S + A + 7]
+        )  # [N + 1, S + A + 6]
         self._cumulative = torch.from_numpy(np.cumsum(weights) / weights.sum()).to(device)  # [M] float64
         self._start = torch.from_numpy(data.offsets[:-1][base]).to(device)  # [M]
         self._length = torch.from_numpy(data.lengths[base]).to(device)  # [M]
@@ -149,7 +145,7 @@ class WindowSampler:
         mask = steps < length[:, None]
         rows = torch.where(mask, self._start[episode][:, None] + steps, len(self._table) - 1)
         # index_select: on a CPU three times faster than table[rows]
-        batch = self._table.index_select(0, rows.flatten()).view(*rows.shape, -1)  # [B, K, S + A + 7]
+        batch = self._table.index_select(0, rows.flatten()).view(*rows.shape, -1)  # [B, K, S + A + 6]
         s, a = self.observation_dim, self.action_dim
         observations, actions, scalars = batch[..., :s], batch[..., s : s + a], batch[..., s + a :]
         to_go = (scalars[..., 2:4] + self._shifts[episode][:, None]) * mask[..., None]
@@ -162,7 +158,6 @@ class WindowSampler:
             to_go[..., 1],
             scalars[..., 4],
             scalars[..., 5],
-            scalars[..., 6],
             steps,
             mask,
         )
