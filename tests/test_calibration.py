@@ -70,9 +70,12 @@ def held_out_case(**changes: object) -> tuple[QPT, Trajectories]:
     return method, toy.dataset(6, seed=1)
 
 
+@pytest.mark.parametrize("careful", [False, True])
 @pytest.mark.parametrize("n_step", [None, 1])
-def test_held_out_errors_equal_a_loop(n_step: int | None) -> None:
-    method, data = held_out_case(n_step=n_step, clamp_cost=False)
+def test_held_out_errors_equal_a_loop(n_step: int | None, careful: bool) -> None:
+    method, data = held_out_case(n_step=n_step, clamp_cost=False, careful_costs=careful)
+    for parameter in method.target_transformer.parameters():  # so that what it is told shows
+        torch.nn.init.normal_(parameter, std=0.3)
     found = calibration.held_out(method, data)
     expected = []
     for e in range(len(data)):
@@ -85,8 +88,17 @@ def test_held_out_errors_equal_a_loop(n_step: int | None) -> None:
         for i in range(start, end):
             stop = min(i + method.n_step, end)
             came = sum(0.8 ** (j - i) * float(data.costs[j]) for j in range(i, stop))
-            if stop < end:
+            if stop < end and careful:
+                first = max(start, stop - method.config.context + 1)
+                window, steps = slice(first, stop + 1), torch.arange(first, stop + 1) - start
+                told = (0.9 * torch.tensor(data.returns_to_go[window]), torch.zeros(stop + 1 - first))
+                seen = (torch.tensor(data.observations[window]), torch.tensor(data.actions[window]), steps)
+                hidden = method.target_transformer(*(x[None] for x in (*told, *seen)))[0, -1, 0]
+                x = torch.cat([state(stop), torch.tanh(method.target_head(hidden))])
+                value = method.target_cost_critics(x)[:, 0].mean().item()
+            elif stop < end:
                 value = method.values.each(torch.stack([state(stop)] * 2)[:, None])[1, 0, 0].item()
+            if stop < end:
                 came += 0.8 ** (stop - i) * value / method.cost_scale
             x = torch.cat([state(i), torch.tensor(data.actions[i])])
             predicted = method.target_cost_critics(x)[:, 0].mean().item() / method.cost_scale
@@ -135,3 +147,12 @@ def test_the_command_with_held_out_episodes(tmp_path: Path, capsys: pytest.Captu
     write_checkpoint(folder, "qpt", method, asdict(method.config), {}, trained)
     assert main(given) == 1
     assert "holds the data that the policy was trained on; hold some out with qpt data split" in capsys.readouterr().err
+
+
+def test_a_held_out_log_that_was_cut_off_goes_on() -> None:
+    """At a larger horizon the same timeouts end nothing: the last step has no target."""
+    method, data = held_out_case()
+    assert data.timeouts.any()
+    whole = calibration.held_out(method, data)
+    method.spec = replace(method.spec, horizon=method.spec.horizon + 1)
+    assert len(calibration.held_out(method, data).excess) == len(whole.excess) - int(data.timeouts.sum())

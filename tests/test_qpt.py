@@ -90,6 +90,38 @@ def test_paper_critic_loss_equals_its_equation() -> None:
     assert loss.item() == pytest.approx((sums["reward"] + sums["cost"]) / count, rel=1e-9)
 
 
+@pytest.mark.parametrize("n_step", [None, 2])
+def test_careful_costs_are_those_of_a_policy_that_is_told_to_spend_no_more(n_step: int | None) -> None:
+    """y_m = Σ_j c_j + max(mean_i Q'_i(s_q, π'(τ with cost-to-go 0 and 0.8 of the return-to-go)_q), 0)."""
+    method, batch = make(careful_costs=True, careful_return=0.8, n_step=n_step, batch_size=24)
+    told = batch._replace(return_to_go=0.8 * batch.return_to_go, cost_to_go=torch.zeros_like(batch.cost_to_go))
+    acted = method.policy(told, target=True)
+    total, count, clamped = 0.0, 0, 0
+    for b in range(len(batch.rewards)):
+        length = int(batch.mask[b].sum())
+        ends = bool(batch.terminals[b, length - 1]) or bool(batch.timeouts[b, length - 1])
+
+        def inputs(p: int, action: torch.Tensor, b: int = b) -> torch.Tensor:
+            seen = (batch.observations[b, p] - method.transformer.mean) / method.transformer.std
+            time = batch.steps[b, p].double() * 2 / method.spec.horizon - 1
+            return torch.cat([seen, torch.stack([time, torch.zeros_like(time)]), action])
+
+        for m in range(length if ends else length - 1):
+            stop = min(m + (n_step or 5), length if ends else length - 1)
+            goal = batch.costs[b, m:stop].sum().item() * method.cost_scale
+            if stop < length:
+                ahead = inputs(stop, acted[b, stop])
+                value = np.mean([mlp(method.target_cost_critics, i, ahead).item() for i in (0, 1)])
+                clamped += value < 0
+                goal += max(value, 0.0)
+            here = inputs(m, batch.actions[b, m])
+            total += sum((goal - mlp(method.cost_critics, i, here).item()) ** 2 for i in (0, 1))
+            count += 1
+    assert 0 < clamped < count
+    _, metrics = method.critic_loss(batch, torch.ones(len(batch.rewards)).double())
+    assert metrics["critic/cost_loss"].item() == pytest.approx(total / count, rel=1e-9)
+
+
 def test_policy_loss_equals_its_equation() -> None:
     """L_DT - η1 E[Q^r(s, π)] / E|Q^r(s, a)| + η2 E[Q^c(s, π)] / E|Q^c(s, a)|."""
     method, batch = make(
@@ -164,12 +196,12 @@ def test_work_beside_has_a_stream_that_no_copy_shares() -> None:
     assert copy.deepcopy(method).beside._stream is None
 
 
-@pytest.mark.parametrize("preset", ["default", "paper"])
+@pytest.mark.parametrize("preset", ["default", "paper", "careful"])
 def test_each_loss_compiles_to_one_graph(preset: str) -> None:
     """Where the compiler has to break one, nothing is fused across the break."""
     paper = QPTConfig.preset("paper")
     same = {name: getattr(paper, name) for name in ("bootstrap", "budget_critics", "time_critics", "normalizer")}
-    method, batch = make(**(same if preset == "paper" else {}))
+    method, batch = make(**(same if preset == "paper" else {"careful_costs": preset == "careful"}))
     method.float().autocast = True
     batch = WindowBatch(*(x.float() if x.is_floating_point() else x for x in batch))
     calls = {

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from qpt.algorithms.qpt import QPT
 from qpt.algorithms.targets import n_step_targets
 from qpt.data import Trajectories
+from qpt.data.sampling import WindowBatch
 from qpt.episodes import Episodes
 from qpt.errors import QptError
 from qpt.plotting import new_figure
@@ -106,9 +108,13 @@ def held_out(method: QPT, data: Trajectories) -> HeldOut:
         observations, actions = (torch.tensor(x[part], device=device) for x in (data.observations, data.actions))
         _, unaware = method.features(observations, torch.zeros_like(steps), steps)
         cost_q = method.reduce(method.target_cost_critics(torch.cat([unaware, actions], -1))[..., 0], c.cost_reduction)
-        value = method.values.each(torch.stack([unaware, unaware]))[1, :, 0]
+        if c.careful_costs:
+            value = careful_value(method, observations, actions, torch.tensor(data.returns_to_go[part]), unaware)
+        else:
+            value = method.values.each(torch.stack([unaware, unaware]))[1, :, 0]
         costs = torch.tensor(data.costs[part], device=device) * method.cost_scale
-        ended = torch.tensor(data.terminals[part] | (data.timeouts[part] & c.time_critics), device=device)
+        in_full = c.time_critics and end - start >= method.spec.horizon  # an earlier timeout cut the log off
+        ended = torch.tensor(data.terminals[part] | (data.timeouts[part] & in_full), device=device)
         came, valid = n_step_targets(
             costs[None],
             (value.clamp(min=0) if c.clamp_cost else value)[None],
@@ -120,6 +126,30 @@ def held_out(method: QPT, data: Trajectories) -> HeldOut:
         for kept, values in ((predicted, cost_q), (excess, came[0] - cost_q)):
             kept.append((values / method.cost_scale)[valid[0]].double().cpu().numpy())
     return HeldOut(np.concatenate(predicted), np.concatenate(excess))
+
+
+def careful_value(method: QPT, observations: Tensor, actions: Tensor, return_to_go: Tensor, unaware: Tensor) -> Tensor:
+    """What going on carefully costs from every step of an episode [T], as the critics' targets have it."""
+    device, context = observations.device, method.config.context
+    now = torch.arange(len(observations), device=device)
+    first = (now - context + 1).clamp(min=0)
+    steps = first[:, None] + torch.arange(context, device=device)  # [T, K]: windows that end at each step
+    rows, nothing = steps.clamp(max=len(now) - 1), torch.zeros(steps.shape, device=device)
+    windows = WindowBatch(
+        observations=observations[rows],
+        actions=actions[rows],
+        rewards=nothing,
+        costs=nothing,
+        return_to_go=return_to_go.to(device)[rows],
+        cost_to_go=nothing,
+        terminals=nothing,
+        timeouts=nothing,
+        steps=steps,
+        mask=steps <= now[:, None],
+    )
+    acted = method.policy(method.carefully(windows), target=True, last=now - first)[:, 0]
+    inputs = torch.cat([unaware, acted], -1)
+    return method.reduce(method.target_cost_critics(inputs)[..., 0], method.config.cost_reduction)
 
 
 def check(method: QPT) -> None:
