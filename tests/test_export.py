@@ -63,6 +63,7 @@ STEP = {
     "noise_mode": "step",
     "action_noise": 0.2,
     "choice": "softmax",
+    "careful_costs": True,
 }
 
 

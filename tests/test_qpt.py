@@ -470,6 +470,10 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
             r[-1], g[-1] = r[-1] + dr, g[-1] + dc
         else:
             r, g = r + dr, g + dc
+        if c.careful_costs and j == 1:
+            r, g = context.return_to_go[row, :n].clone(), told - spent
+            now = slice(-1 if c.noise_mode == "step" else 0, None)
+            r[now], g[now] = c.careful_return * r[now], 0.0
         hidden = method.transformer(
             r[None],
             g[None],
@@ -602,6 +606,7 @@ DEFAULTS = {name: getattr(QPTConfig(), name) for name in PLAIN} | {"candidates":
         {"selection": "shield", "ctg_noise": 0.3},
         {"selection": "tradeoff", "ctg_noise": 0.3, "tradeoff": 0.7},
         {"cost_reduction": "mean", "ctg_noise": 0.3},
+        {"careful_costs": True, "careful_return": 0.7, "ctg_noise": 0.3},
         DEFAULTS,
     ],
 )
@@ -640,6 +645,22 @@ def test_with_a_history_of_one_step_the_past_counts_only_by_what_it_left(history
     assert method.critic_loss(batch, draw)[0].item() == other.eval().critic_loss(batch, draw)[0].item()
     with pytest.raises(QptError, match="history"):
         make(history=6)
+
+
+@pytest.mark.parametrize("noise_mode", ["episode", "step"])
+def test_with_careful_costs_the_careful_way_is_among_the_candidates(noise_mode: str) -> None:
+    """With no spread all others are the policy's own; the second is told no cost and a share of the return."""
+    method, _ = make(careful_costs=True, candidates=3, rtg_noise=0.0, ctg_noise=0.0, noise_mode=noise_mode, history=1)
+    context = random_context(method.eval(), 4)
+    with torch.no_grad():
+        proposed = candidates.propose(method, context, 3)
+        told = context._replace(
+            return_to_go=0.9 * context.return_to_go, cost_to_go=torch.zeros_like(context.cost_to_go)
+        )
+        careful = candidates.propose(method, told, 1)[:, 0]
+    torch.testing.assert_close(proposed[:, 1], careful, rtol=0, atol=1e-10)
+    torch.testing.assert_close(proposed[:, 0], proposed[:, 2], rtol=0, atol=1e-10)
+    assert ((proposed[:, 0] - careful).abs().amax(1) > 1e-6).all()
 
 
 def test_selection_rules() -> None:

@@ -172,12 +172,31 @@ def shifts(method: QPT, context: Context, count: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def propose(method: QPT, context: Context, count: int) -> Tensor:
-    """Actions of the candidates: [n, m, A]. Histories differ by the candidates' shifts, never in what happened."""
-    c = method.config
+def targets(method: QPT, context: Context, count: int, now: bool) -> tuple[Tensor, Tensor]:
+    """Returns-to-go and costs-to-go of the candidates: [n, m] each if only `now` counts, else [n, m, K].
+
+    With careful costs the second candidate is the careful one: what the critics take for possible can then be done.
+    """
+    returns, costs = context.return_to_go, context.cost_to_go
     more_return, more_cost = shifts(method, context, count)
+    if now:
+        returns, costs = context.now(returns), context.now(costs)
+    else:
+        more_return, more_cost = more_return[..., None], more_cost[..., None]
+    moved_returns, moved_costs = returns[:, None] + more_return, costs[:, None] + more_cost
+    if not method.config.careful_costs or count == 1:
+        return moved_returns, moved_costs
+
+    def second(moved: Tensor, careful: Tensor) -> Tensor:
+        return torch.cat([moved[:, :1], careful[:, None], moved[:, 2:]], 1)
+
+    return second(moved_returns, method.config.careful_return * returns), second(moved_costs, torch.zeros_like(costs))
+
+
+def propose(method: QPT, context: Context, count: int) -> Tensor:
+    """Actions of the candidates: [n, m, A]. Histories differ in what was asked for, never in what happened."""
+    c = method.config
     if c.noise_mode == "step":
-        now_return, now_cost = context.now(context.return_to_go), context.now(context.cost_to_go)
         hidden = method.transformer.candidates(
             context.return_to_go,
             context.cost_to_go,
@@ -185,17 +204,17 @@ def propose(method: QPT, context: Context, count: int) -> Tensor:
             context.actions,
             context.steps,
             context.last,
-            now_return[:, None] + more_return,
-            now_cost[:, None] + more_cost,
+            *targets(method, context, count, now=True),
         )
     else:
 
         def repeat(x: Tensor) -> Tensor:
             return x.repeat_interleave(count, 0)
 
+        returns, costs = targets(method, context, count, now=False)
         hidden = method.transformer(  # [n * m, 1, 1, D]
-            (context.return_to_go[:, None] + more_return[..., None]).flatten(0, 1),
-            (context.cost_to_go[:, None] + more_cost[..., None]).flatten(0, 1),
+            returns.flatten(0, 1),
+            costs.flatten(0, 1),
             repeat(context.observations),
             repeat(context.actions),
             repeat(context.steps),

@@ -92,7 +92,8 @@ class QPTConfig:
     """Keep bootstrapped costs at or above 0."""
     careful_costs: bool = False
     """With bootstrap "expectile": cost critics value what the target policy itself goes on to cost when it is told to
-    spend no more, in place of the least cost among logged actions, which it may not be able to follow."""
+    spend no more, in place of the least cost among logged actions, which it may not be able to follow. Told so, it is
+    also one of the candidates. A narrow `rtg_noise` goes well with it (measured in docs/qpt-choices.md)."""
     careful_return: float = 0.9
     """The share of the return-to-go that it is then asked for."""
 
