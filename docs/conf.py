@@ -14,6 +14,8 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"qpt {version}"
 html_show_sphinx = False
+html_static_path = ["style"]
+html_css_files = ["wide.css"]
 # Examples are plain text; what looks like a console session need not parse as one.
 highlight_language = "text"
 suppress_warnings = ["misc.highlighting_failure"]
