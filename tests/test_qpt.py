@@ -663,6 +663,13 @@ def test_with_careful_costs_the_careful_way_is_among_the_candidates(noise_mode: 
     assert ((proposed[:, 0] - careful).abs().amax(1) > 1e-6).all()
 
 
+def test_careful_costs_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(QptError, match='careful costs need bootstrap "expectile"'):
+        QPTConfig(careful_costs=True, bootstrap="policy", budget_critics=False)
+    with pytest.raises(QptError, match="careful_return"):
+        QPTConfig(careful_return=0.0)
+
+
 def test_selection_rules() -> None:
     method, _ = make(
         candidates=4,

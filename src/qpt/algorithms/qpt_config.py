@@ -91,9 +91,9 @@ class QPTConfig:
     clamp_cost: bool = True
     """Keep bootstrapped costs at or above 0."""
     careful_costs: bool = False
-    """With bootstrap "expectile": cost critics value what the target policy itself goes on to cost when it is told to
-    spend no more, in place of the least cost among logged actions, which it may not be able to follow. Told so, it is
-    also one of the candidates. A narrow `rtg_noise` goes well with it (measured in docs/qpt-choices.md)."""
+    """Cost critics value what the target policy itself goes on to cost when it is told to spend no more, in place of
+    the least cost among logged actions, which it may not be able to follow. Told so, it is also one of the candidates.
+    A narrow `rtg_noise` goes well with it (measured in docs/qpt-choices.md); needs bootstrap "expectile"."""
     careful_return: float = 0.9
     """The share of the return-to-go that it is then asked for."""
 
@@ -196,6 +196,7 @@ class QPTConfig:
             eta_reward="at least 0",
             eta_cost="at least 0",
             unfit_penalty="at least 0",
+            careful_return="above 0 and at most 1",
             decay="from 0 to 1",
             limit_factor="above 0 and at most 1",
             frugality="from 0 to 1",
@@ -205,6 +206,8 @@ class QPTConfig:
         )
         if self.budget_critics and self.bootstrap != "expectile":
             raise QptError('budget critics need bootstrap "expectile"; add --no-budget-critics, or leave it so')
+        if self.careful_costs and self.bootstrap != "expectile":
+            raise QptError('careful costs need bootstrap "expectile"; add --no-careful-costs, or leave it so')
         trained = self.train_with_reward_critic or self.train_with_cost_critic or self.inference_with_candidates
         if trained and self.context < 2:  # only ends of episodes would have a target
             raise QptError("critics learn from the steps that follow in a window; give a context of at least 2")
