@@ -26,7 +26,7 @@ SMALL = QPTConfig(width=8, layers=1, heads=2, context=3, critic_width=8, candida
 def test_calibration_equals_a_loop(tmp_path: Path) -> None:
     toy = tradeoff(0)
     torch.manual_seed(0)
-    method = QPT(SMALL, Spec.from_data(toy.dataset(20), task=toy.task()))
+    method = QPT(replace(SMALL, limit_factor=0.5), Spec.from_data(toy.dataset(20), task=toy.task()))
     results = evaluate(Policy(method), toy.task(), episodes=3, cost_limits=(6.0, 24.0), workers=0, record=True)
     found = calibration.calibrate(method, results)
     data = results.trajectories
@@ -42,6 +42,10 @@ def test_calibration_equals_a_loop(tmp_path: Path) -> None:
         x = torch.cat([state, torch.tensor([-1.0, 0.0]), torch.tensor(data.actions[i])])  # first step, no budget
         asked = method.target_cost_critics(x)[:, 0].mean() / method.cost_scale
         assert found.predicted_cost[e] == pytest.approx(asked.item(), rel=1e-4)
+        budget = min(0.5 * float(results.cost_limit[e]), method.spec.cost_max)  # reward critics know what is aimed at
+        x = torch.cat([state, torch.tensor([-1.0, budget * 4 / method.spec.cost_max]), torch.tensor(data.actions[i])])
+        asked = method.target_reward_critics(x)[:, 0].min() / method.reward_scale
+        assert found.predicted_return[e] == pytest.approx(asked.item(), rel=1e-4)
     table = calibration.rows(found)
     assert [row["cost_limit"] for row in table] == [6.0, 24.0]
     assert table[0]["realised_cost"] == pytest.approx(found.realised_cost[:3].mean())
@@ -131,6 +135,10 @@ def test_what_held_out_episodes_cannot_tell() -> None:
     other = Trajectories.from_arrays(np.zeros((2, 9)), np.zeros((2, 1)), [0, 0], [0, 0], [0, 1])
     with pytest.raises(QptError, match="other observations or actions"):
         calibration.held_out(held_out_case()[0], other)
+    method, data = held_out_case()
+    method.spec = replace(method.spec, horizon=int(data.lengths.max()) - 1)
+    with pytest.raises(QptError, match=f"has {data.lengths.max()} steps, more than the horizon of"):
+        calibration.held_out(method, data)
 
 
 def test_the_command_with_held_out_episodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

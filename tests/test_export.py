@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from faulty_envs import walk_task
 from helpers import tiny_data
 from qpt.algorithms.base import Spec, algorithm_classes
 from qpt.checkpoint import write_checkpoint
@@ -26,6 +27,7 @@ from qpt.cli import main
 from qpt.cli.train import _parse, _RunFlags
 from qpt.episodes import Episodes
 from qpt.errors import QptError
+from qpt.evaluation import evaluate
 from qpt.modelcard import Evidence, _broken, _commands, _interval, _judged, find_evidence, rows_of, train_command
 from qpt.nets import noise
 from qpt.ope import judge
@@ -55,7 +57,13 @@ def trained(out: Path, algorithm: str = "qpt", steps: int = 60, **changes: Any) 
 
 
 # The candidates differ much and every way of choosing occurs: noise decides.
-EPISODE = {"rtg_noise": 0.5, "ctg_noise": 0.8, "selection": "constrained", "noise_mode": "episode"}
+EPISODE = {
+    "rtg_noise": 0.5,
+    "ctg_noise": 0.8,
+    "selection": "constrained",
+    "noise_mode": "episode",
+    "careful_costs": True,
+}
 STEP = {
     "rtg_noise": 0.5,
     "ctg_noise": 0.8,
@@ -63,7 +71,6 @@ STEP = {
     "noise_mode": "step",
     "action_noise": 0.2,
     "choice": "softmax",
-    "careful_costs": True,
 }
 
 
@@ -424,6 +431,22 @@ def test_an_exported_policy_can_be_judged(exported: tuple[Path, Export]) -> None
     found = judge(OnnxPolicy(graph), tiny_data(), [6.0], members=2, width=8, steps=2, batch=8)
     assert found.sha256 == {graph.name: hashlib.sha256(graph.read_bytes()).hexdigest()}
     assert (found.checkpoint, found.algorithm) == (str(graph), "qpt")
+
+
+def test_an_exported_policy_says_what_it_learned_from_and_how_long(
+    exported: tuple[Path, Export], tmp_path: Path
+) -> None:
+    task = walk_task(horizon=tiny_data().lengths.max() + 1)
+    with pytest.raises(QptError, match=r"trained for episodes of 20 steps, but Walk has 21; .* past_horizon='clamp'"):
+        evaluate(OnnxPolicy(exported[1].graph), task, workers=0)
+    folder = shutil.copytree(exported[1].graph.parent, tmp_path / "out")
+    graph, side = folder / exported[1].graph.name, folder / exported[1].side.name
+    facts = json.loads(side.read_text())
+    for surrogate in (False, True):
+        facts["provenance"]["data"]["surrogate"] = surrogate
+        side.write_text(json.dumps(facts))
+        results = evaluate(OnnxPolicy(graph, past_horizon="clamp"), task, episodes=1, workers=0)
+        assert results.provenance["surrogate_data"] is surrogate
 
 
 def test_a_bench_names_its_checkpoints_by_rule(judged_run: Path) -> None:

@@ -94,6 +94,7 @@ def test_paper_critic_loss_equals_its_equation() -> None:
 def test_careful_costs_are_those_of_a_policy_that_is_told_to_spend_no_more(n_step: int | None) -> None:
     """y_m = Σ_j c_j + max(mean_i Q'_i(s_q, π'(τ with cost-to-go 0 and 0.8 of the return-to-go)_q), 0)."""
     method, batch = make(careful_costs=True, careful_return=0.8, n_step=n_step, batch_size=24)
+    batch = batch._replace(return_to_go=batch.return_to_go.abs())
     told = batch._replace(return_to_go=0.8 * batch.return_to_go, cost_to_go=torch.zeros_like(batch.cost_to_go))
     acted = method.policy(told, target=True)
     total, count, clamped = 0.0, 0, 0
@@ -450,12 +451,14 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
     spent = context.cost_limit[row] - context.cost_to_go[row, :n]
     aim = c.limit_factor * context.cost_limit[row]
     cost_to_go = aim - spent
-    told = known = min(aim, torch.tensor(method.spec.cost_max))
+    most = torch.tensor(method.spec.cost_max).double()
+    known = min(context.cost_limit[row], most)
+    told = c.limit_factor * known
     if c.frugality is not None:
         suggested = method.spec.suggest_return(context.cost_limit[row].item(), c.frugality)
         for cost, reached in zip(method.spec.frontier_costs, method.spec.frontier_returns, strict=True):
             if reached >= max(context.return_target[row], suggested):
-                told = min(told, max(torch.tensor(cost), context.cost_limit[row] / 4))
+                told = min(told, max(torch.tensor(cost), known / 4))
     from qpt.nets.noise import episode_normal
 
     step = context.steps[row, n - 1] if c.noise_mode == "step" else torch.tensor(0)
@@ -464,16 +467,15 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
     scored = []
     for j in range(c.candidates):
         dr = 0.0 if j == 0 else noise[j].item() * c.rtg_noise * abs(context.return_target[row].item())
-        dc = 0.0 if j == 0 else noise[c.candidates + j].item() * c.ctg_noise * known.item()
+        dc = 0.0 if j == 0 else noise[c.candidates + j].item() * c.ctg_noise * min(aim, most).item()
         r, g = context.return_to_go[row, :n].clone(), told - spent
         if c.noise_mode == "step":
             r[-1], g[-1] = r[-1] + dr, g[-1] + dc
         else:
             r, g = r + dr, g + dc
         if c.careful_costs and j == 1:
-            r, g = context.return_to_go[row, :n].clone(), told - spent
-            now = slice(-1 if c.noise_mode == "step" else 0, None)
-            r[now], g[now] = c.careful_return * r[now], 0.0
+            r, g = context.return_to_go[row, :n], torch.zeros_like(spent)
+            r = torch.stack([x * c.careful_return if x > 0 else x * (2 - c.careful_return) for x in r])
         hidden = method.transformer(
             r[None],
             g[None],
@@ -488,8 +490,8 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
             parts.append(context.steps[row, n - 1 : n].double() * 2 / method.spec.horizon - 1)
             blind = list(parts)
         if c.budget_critics:
-            most = max(method.spec.cost_max, 1.0)
-            parts.append(cost_to_go[-1:].clamp(0, most) * 4 / most)
+            scale = max(method.spec.cost_max, 1.0)
+            parts.append(cost_to_go[-1:].clamp(0, scale) * 4 / scale)
             blind.append(torch.zeros(1).double())
         tested = [action]
         for dimension in range(len(action) if c.test_radius else 0):
@@ -528,6 +530,7 @@ def test_a_frugal_target_is_the_cheapest_that_is_nearly_the_best_for_half_the_li
     spec, returns, costs = Spec.from_data(data), data.returns, data.episode_costs
     frugal = 0
     for limit in np.arange(costs.min(), 40.0):
+        limit = min(limit, costs.max())  # beyond, all limits are one
         best = returns[costs <= limit].max()
         near = [i for i in range(40) if costs[i] <= limit and returns[i] >= best - share * np.ptp(returns)]
         cheapest = min(costs[i] for i in near)
@@ -535,6 +538,11 @@ def test_a_frugal_target_is_the_cheapest_that_is_nearly_the_best_for_half_the_li
         assert spec.suggest_return(limit, share) == pytest.approx(expected)
         frugal += expected < best
     assert (frugal > 0) == (share > 0)
+
+
+def test_half_of_a_limit_beyond_all_that_was_logged_says_nothing() -> None:
+    spec = Spec.from_data(bare_episodes([0, 20, 30], [0, 99, 100]))
+    assert [spec.suggest_return(limit, 0.02) for limit in (30, 40, 1e6)] == [100, 100, 100]
 
 
 def test_candidates_are_told_what_the_target_return_cost() -> None:
@@ -556,6 +564,14 @@ def test_candidates_are_told_what_the_target_return_cost() -> None:
     method.config = replace(method.config, frugality=None)
     kept_back = (context.cost_to_go - candidates.frugal(method, context).cost_to_go)[:, 0]
     assert kept_back.tolist() == pytest.approx((limits - most).clamp(min=0).tolist())
+
+
+def test_what_is_told_does_not_grow_beyond_all_that_was_logged() -> None:
+    method, _ = make(frugality=None, limit_factor=0.9)
+    limits = method.spec.cost_max * torch.tensor([0.5, 1.0, 1.05, 30.0]).double()
+    context = random_context(method, 4)._replace(cost_limit=limits)
+    told = limits + (candidates.frugal(method, context).cost_to_go - context.cost_to_go)[:, 0]
+    assert (told / method.spec.cost_max).tolist() == pytest.approx([0.45, 0.9, 0.9, 0.9])
 
 
 @pytest.mark.parametrize("changes", [{}, {"selection": "constrained"}, {"frugality": None}])
@@ -606,12 +622,19 @@ DEFAULTS = {name: getattr(QPTConfig(), name) for name in PLAIN} | {"candidates":
         {"selection": "shield", "ctg_noise": 0.3},
         {"selection": "tradeoff", "ctg_noise": 0.3, "tradeoff": 0.7},
         {"cost_reduction": "mean", "ctg_noise": 0.3},
-        {"careful_costs": True, "careful_return": 0.7, "ctg_noise": 0.3},
         DEFAULTS,
     ],
 )
 def test_decisions_equal_the_slow_reference(noise_mode: str, extra: dict[str, Any]) -> None:
-    method, _ = make(**PLAIN | extra, noise_mode=noise_mode)
+    decides_as_the_slow_reference(**PLAIN | extra, noise_mode=noise_mode)
+
+
+def test_careful_decisions_equal_the_slow_reference() -> None:
+    decides_as_the_slow_reference(**PLAIN | {"careful_costs": True, "careful_return": 0.7, "ctg_noise": 0.3})
+
+
+def decides_as_the_slow_reference(**config: Any) -> None:
+    method, _ = make(**config)
     method.eval()
     # Budgets that are discounted over the horizon are smaller: none of the contested ones would do.
     context = (random_context if method.config.cost_test == "horizon" else contested_context)(method, 20)
@@ -647,11 +670,11 @@ def test_with_a_history_of_one_step_the_past_counts_only_by_what_it_left(history
         make(history=6)
 
 
-@pytest.mark.parametrize("noise_mode", ["episode", "step"])
-def test_with_careful_costs_the_careful_way_is_among_the_candidates(noise_mode: str) -> None:
+def test_with_careful_costs_the_careful_way_is_among_the_candidates() -> None:
     """With no spread all others are the policy's own; the second is told no cost and a share of the return."""
-    method, _ = make(careful_costs=True, candidates=3, rtg_noise=0.0, ctg_noise=0.0, noise_mode=noise_mode, history=1)
+    method, _ = make(careful_costs=True, candidates=3, rtg_noise=0.0, ctg_noise=0.0)
     context = random_context(method.eval(), 4)
+    context = context._replace(return_to_go=context.return_to_go.abs())
     with torch.no_grad():
         proposed = candidates.propose(method, context, 3)
         told = context._replace(
@@ -666,8 +689,15 @@ def test_with_careful_costs_the_careful_way_is_among_the_candidates(noise_mode: 
 def test_careful_costs_that_mean_nothing_are_refused() -> None:
     with pytest.raises(QptError, match='careful costs need bootstrap "expectile"'):
         QPTConfig(careful_costs=True, bootstrap="policy", budget_critics=False)
+    with pytest.raises(QptError, match='careful costs need noise_mode "episode"'):
+        QPTConfig(careful_costs=True, noise_mode="step")
     with pytest.raises(QptError, match="careful_return"):
         QPTConfig(careful_return=0.0)
+
+
+def test_a_careful_policy_is_asked_for_less_also_where_returns_are_negative() -> None:
+    method, _ = make(careful_return=0.75)
+    assert method.modest(torch.tensor([8.0, 0.0, -8.0])).tolist() == [6.0, 0.0, -10.0]
 
 
 def test_selection_rules() -> None:

@@ -29,9 +29,11 @@ from qpt import checkpoint, logs
 from qpt.algorithms.base import Spec
 from qpt.algorithms.bc import BC, BCConfig
 from qpt.algorithms.qpt import QPT, QPTConfig
+from qpt.envs.toy import stitching
 from qpt.errors import QptError
 from qpt.policy import Policy
 from qpt.session import Session
+from qpt.tasks import register_task
 from qpt.training import TrainConfig, best_evaluation, train
 
 TINY = QPTConfig(steps=30, batch_size=4, width=8, layers=1, heads=2, context=3, critic_width=8)
@@ -170,6 +172,17 @@ def test_what_kills_left_behind_is_deleted_when_a_run_is_taken_up(tmp_path: Path
     assert sorted(hidden(out)) == [".episodes.csv.0a1b2c3d.tmp", ".notes"]
 
 
+def test_a_checkpoint_that_a_kill_left_aside_is_put_back(tmp_path: Path) -> None:
+    """One is moved aside while another of its name takes its place; a kill between the two must not cost it."""
+    out, data = tmp_path / "run", tiny_data()
+    train(config(out, config=replace(TINY, steps=5)), data)
+    shutil.copytree(checkpoint.resolve(out), out / "checkpoints" / ".best-000000003.old")
+    train(config(out, resume=True), data)
+    assert not hidden(out)
+    assert checkpoint.resolve(out, "best").name == "best-000000003"
+    qpt.load_policy(out, which="best")
+
+
 def test_a_file_that_is_of_no_run_stays(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("mine")
     for resume, message in ((False, "holds a file metrics.csv that is of no run"), (True, "nothing to resume")):
@@ -252,6 +265,13 @@ def test_damaged_and_foreign_checkpoints_get_a_sentence(tmp_path: Path) -> None:
         train(config(run, config=replace(TINY, steps=10), resume=True), tiny_data(seed=5))
     with pytest.raises(QptError, match=r"other settings \(lr\)"):
         train(config(run, config=replace(TINY, steps=10, lr=1.0), resume=True), data)
+    folder = checkpoint.resolve(shutil.copytree(run, tmp_path / "earlier"))  # of a version that knew no such field
+    manifest = json.loads((folder / checkpoint.MANIFEST).read_text())
+    del manifest["config"]["careful_costs"], manifest["checksum"]
+    (folder / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(QptError, match=r"other settings \(careful_costs\)"):
+        train(config(folder.parents[1], config=replace(TINY, steps=10, careful_costs=True), resume=True), data)
+    assert train(config(folder.parents[1], config=replace(TINY, steps=10), resume=True), data).step == 10
     with pytest.raises(QptError, match=r"other settings \(--seed 0\)"):
         train(config(run, config=replace(TINY, steps=10), resume=True, seed=3), data)
     with pytest.raises(QptError, match=r"other settings \(--algorithm qpt\)"):  # not all that BC has and QPT has not
@@ -598,6 +618,26 @@ def test_an_evaluation_that_failed_comes_again_when_the_run_is_taken_up(
     assert [row["step"] for row in run.evaluations] == [15, 30]
     train(config(tmp_path, **settings, resume=True), data)  # nothing is missing any more
     assert asked == [15, 30, 30]
+
+
+def test_an_evaluation_whose_best_checkpoint_could_not_be_kept_comes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = stitching(0)
+    settings: dict[str, Any] = {"task": register_task(toy.task()).name, "eval_episodes": 1, "workers": 0}
+    settings, data = settings | {"eval_every": 15}, toy.dataset(20)
+    save = Session._save_best
+
+    def full(*_: Any) -> None:
+        raise QptError("the disk is full")
+
+    monkeypatch.setattr(Session, "_save_best", full)
+    with pytest.raises(QptError, match="the disk is full"):
+        train(config(tmp_path, **settings), data)
+    monkeypatch.setattr(Session, "_save_best", save)
+    run = train(config(tmp_path, **settings, resume=True), data)
+    assert [row["step"] for row in run.evaluations] == [15, 30]
+    assert checkpoint.resolve(tmp_path, "best")
 
 
 def test_a_run_that_another_process_trains_is_left_alone(tmp_path: Path) -> None:

@@ -47,7 +47,8 @@ def calibrate(method: QPT, episodes: Episodes) -> Calibration:
     limits = torch.tensor(episodes.cost_limit, dtype=torch.float32, device=device)
     observations = torch.tensor(data.observations[first], device=device)
     actions = torch.tensor(data.actions[first], device=device)
-    seen, unaware = method.features(observations, limits, torch.zeros_like(limits))
+    # As the policy asks them: with the limit that is aimed at.
+    seen, unaware = method.features(observations, c.limit_factor * limits, torch.zeros_like(limits))
     reward_q = method.reduce(method.target_reward_critics(torch.cat([seen, actions], -1))[..., 0], c.reward_reduction)
     cost_q = method.reduce(method.target_cost_critics(torch.cat([unaware, actions], -1))[..., 0], c.cost_reduction)
     steps = data.step_in_episode
@@ -100,6 +101,11 @@ def held_out(method: QPT, data: Trajectories) -> HeldOut:
         raise QptError('held-out episodes say nothing about critics of the policy; bootstrap must be "expectile"')
     if (data.observation_dim, data.action_dim) != (method.spec.observation_dim, method.spec.action_dim):
         raise QptError("the held-out episodes have other observations or actions than those the policy learned from")
+    if data.lengths.max() > method.spec.horizon:
+        raise QptError(
+            f"a held-out episode has {data.lengths.max()} steps, more than the horizon of {method.spec.horizon} that "
+            "the policy was trained for; hold out episodes of its own task, or train with a longer --horizon"
+        )
     predicted: list[Floats] = []
     excess: list[Floats] = []
     for start, end in zip(data.offsets[:-1], data.offsets[1:], strict=True):

@@ -211,7 +211,10 @@ def sweep(run: Path) -> None:
     """Delete the checkpoints that a kill left half-written; for the one process that writes into this run."""
     for kind in ("step", "best"):
         for left in (run / "checkpoints").glob(f".{kind}-*"):
-            shutil.rmtree(left, ignore_errors=True)
+            if left.suffix == ".old" and not (whole := left.with_name(left.stem[1:])).exists():
+                left.rename(whole)  # killed between moving it aside and putting the new one in its place
+            else:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _optimizer_tensors(algorithm: Algorithm) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ class Policy(Running):
     ) -> None:
         self.method, self.spec, self.dtype = method, method.spec, dtype
         self.algorithm, self.checkpoint, self.task = name, checkpoint, self.spec.task  # names, for results
-        self.sha256 = sha256  # of the checkpoint's files
+        self.sha256, self.surrogate = sha256, self.spec.surrogate  # of the checkpoint's files; of its data
         super().__init__(
             (self.spec.observation_dim, self.spec.action_dim),
             method.context,

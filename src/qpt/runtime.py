@@ -77,6 +77,7 @@ class OnnxPolicy(Running):
         )
         self.algorithm, self.checkpoint, self.task = str(f.get("algorithm", "")), str(path), f.get("task")
         self.sha256 = {path.name: str(f["sha256"])}
+        self.surrogate = bool(((f.get("provenance") or {}).get("data") or {}).get("surrogate"))
         self.table = _calibrations(path, f, self.task if calibrated is True else calibrated) if calibrated else None
         self.inputs = {x.name for x in self.session.get_inputs()}
         self.outputs = [x.name for x in self.session.get_outputs()]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qpt import checkpoint, logs, parallel, trackers
-from qpt.algorithms.base import Algorithm, Spec, algorithm_classes
+from qpt.algorithms.base import Algorithm, Spec, algorithm_classes, config_from
 from qpt.data.sampling import Sampler
 from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError
@@ -142,11 +142,11 @@ class Session:
                 f"the run in {self.config.out} began with other data; "
                 "give the same data, or start a new run with another --out"
             )
-        old, new = dict(manifest["config"]), json.loads(json.dumps(asdict(self.config.config)))
-        changed = sorted(k for k in new if k != "steps" and old.get(k) != new[k])
-        for name in ("seed", "algorithm"):  # another method has other settings
-            if manifest[name] != getattr(self.config, name):
-                changed = [f"--{name} {manifest[name]}"]
+        changed = [f"--{n} {manifest[n]}" for n in ("seed", "algorithm") if manifest[n] != getattr(self.config, n)]
+        if not changed:  # a setting that is newer than the run has its default
+            configs = (config_from(type(self.config.config), manifest["config"]), self.config.config)
+            began, now = (json.loads(json.dumps(asdict(config))) for config in configs)
+            changed = sorted(k for k in now if k != "steps" and began[k] != now[k])
         if changed:
             raise QptError(
                 f"the run in {self.config.out} began with other settings ({', '.join(changed)}); "
@@ -290,10 +290,11 @@ class Session:
                     f"eval/cost@{limit:g}": row["limits"][-1]["cost"],
                 },
             )
+        best = best_evaluation([*self.evaluations, row]) is row
         self.evaluations.append(row)
-        logs.append(c.out / "evaluations.jsonl", row)
-        if best_evaluation(self.evaluations) is row:
+        if best:
             self._save_best(generators)
+        logs.append(c.out / "evaluations.jsonl", row)  # last: what is in it does not come again on --resume
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -88,7 +88,9 @@ class Spec:
         """The best return logged within the limit; below the cheapest episode, that episode's.
 
         Where half of the limit bought all but a share `frugality` of the range of returns, the cheapest such return.
+        Beyond the dearest episode every limit is the same.
         """
+        cost_limit = min(cost_limit, self.cost_max)
         place = int(np.searchsorted(self.frontier_costs, cost_limit, side="right")) - 1
         best = self.frontier_returns[max(place, 0)]
         enough = best - frugality * (self.return_max - self.return_min)

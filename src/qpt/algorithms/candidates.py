@@ -107,8 +107,9 @@ def frugal(method: QPT, context: Context) -> Context:
     That is the target or, if higher, the return that would be suggested for the limit (`Spec.suggest_return`): a target
     that was lowered so that it can be reached does not make the limit any smaller. Never more than was ever spent.
     """
-    c, spec, limit, told = method.config, method.spec, context.cost_limit, aimed(method, context)
-    asked_cost = told.cost_limit.clamp(max=spec.cost_max)  # beyond the dearest episode nothing was learned
+    c, spec, told = method.config, method.spec, aimed(method, context)
+    limit = context.cost_limit.clamp(max=spec.cost_max)  # beyond the dearest episode nothing was learned
+    asked_cost = limit - (1 - c.limit_factor) * limit
     if c.frugality is not None:
         costs, returns = method.frontier
         best = returns[(costs <= limit[:, None]).sum(1).clamp(min=1) - 1]
@@ -190,7 +191,7 @@ def targets(method: QPT, context: Context, count: int, now: bool) -> tuple[Tenso
     def second(moved: Tensor, careful: Tensor) -> Tensor:
         return torch.cat([moved[:, :1], careful[:, None], moved[:, 2:]], 1)
 
-    return second(moved_returns, method.config.careful_return * returns), second(moved_costs, torch.zeros_like(costs))
+    return second(moved_returns, method.modest(returns)), second(moved_costs, torch.zeros_like(costs))
 
 
 def propose(method: QPT, context: Context, count: int) -> Tensor:

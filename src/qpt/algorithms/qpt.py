@@ -194,8 +194,12 @@ class QPT(nn.Module):
     def carefully(self, batch: WindowBatch) -> WindowBatch:
         """The windows as they look to a policy that shall spend no more, and may earn less for it."""
         return batch._replace(
-            return_to_go=batch.return_to_go * self.config.careful_return, cost_to_go=torch.zeros_like(batch.cost_to_go)
+            return_to_go=self.modest(batch.return_to_go), cost_to_go=torch.zeros_like(batch.cost_to_go)
         )
+
+    def modest(self, return_to_go: Tensor) -> Tensor:
+        """The returns-to-go that a careful policy is asked for: a share of them, or as much less where negative."""
+        return return_to_go - (1 - self.config.careful_return) * return_to_go.abs()
 
     # -- losses --------------------------------------------------------------------------------------------------------
 

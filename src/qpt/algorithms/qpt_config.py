@@ -93,9 +93,10 @@ class QPTConfig:
     careful_costs: bool = False
     """Cost critics value what the target policy itself goes on to cost when it is told to spend no more, in place of
     the least cost among logged actions, which it may not be able to follow. Told so, it is also one of the candidates.
-    A narrow `rtg_noise` goes well with it (measured in docs/qpt-choices.md); needs bootstrap "expectile"."""
+    A narrow `rtg_noise` goes well with it (measured in docs/qpt-choices.md). It needs bootstrap "expectile", and
+    noise_mode "episode", for it is told so from its first step on."""
     careful_return: float = 0.9
-    """The share of the return-to-go that it is then asked for."""
+    """The share of the return-to-go that it is then asked for; as much less where that is negative."""
 
     # -- the objective
     train_with_reward_critic: bool = True
@@ -208,6 +209,8 @@ class QPTConfig:
             raise QptError('budget critics need bootstrap "expectile"; add --no-budget-critics, or leave it so')
         if self.careful_costs and self.bootstrap != "expectile":
             raise QptError('careful costs need bootstrap "expectile"; add --no-careful-costs, or leave it so')
+        if self.careful_costs and self.noise_mode != "episode":
+            raise QptError('careful costs need noise_mode "episode": no shared history shows a policy that is careful')
         trained = self.train_with_reward_critic or self.train_with_cost_critic or self.inference_with_candidates
         if trained and self.context < 2:  # only ends of episodes would have a target
             raise QptError("critics learn from the steps that follow in a window; give a context of at least 2")

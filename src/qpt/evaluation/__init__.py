@@ -100,7 +100,7 @@ def evaluate(
             "sha256": dict(getattr(policy, "sha256", None) or {}),  # of the files that it was loaded from
             "limit_mode": policy.limit_mode,
             "trained_limit": getattr(policy, "trained_limit", None),
-            "surrogate_data": bool(getattr(getattr(policy, "spec", None), "surrogate", False)),  # never DSRL's own
+            "surrogate_data": bool(getattr(policy, "surrogate", False)),  # never DSRL's own
             "workers": workers,
             "slots": slots,
             "batches": len(policies),
@@ -140,11 +140,11 @@ def _check(
             f"the policy takes observations of length {expected}, but the simulator of {task.name} gives {found}; "
             "evaluate it in the simulator that its data come from, or train on data of this one"
         )
-    longest = getattr(getattr(policy, "spec", None), "horizon", None)
+    longest = getattr(policy, "horizon", None)
     if getattr(policy, "past_horizon", None) == "error" and longest and (task.horizon or 0) > longest:
         raise QptError(
             f"the policy was trained for episodes of {longest} steps, but {task.name} has {task.horizon}; "
-            "evaluate it in its own task, or load it with load_policy(..., past_horizon='clamp')"
+            "evaluate it in its own task, or load it with past_horizon='clamp'"
         )
 
 
