@@ -1,6 +1,8 @@
 """Settings of the documentation: Markdown by MyST, looks by furo. `make docs` builds it."""
 
+import re
 from importlib.metadata import version as installed
+from typing import Any
 
 project = "qpt"
 author = "The qpt authors"
@@ -19,3 +21,12 @@ html_css_files = ["wide.css"]
 # Examples are plain text; what looks like a console session need not parse as one.
 highlight_language = "text"
 suppress_warnings = ["misc.highlighting_failure"]
+
+
+def setup(app: Any) -> None:
+    """Keep "606 @ 8.5" on one line, also in a narrow column of a table."""
+
+    def bind(_app: Any, _page: str, source: list[str]) -> None:
+        source[0] = re.sub(r"(?<=\d) (@|of) (?=\d)", "\u00a0\\1\u00a0", source[0])
+
+    app.connect("source-read", bind)
