@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from qpt.cli.tasks import main as command
-from qpt.cli.tasks import simulator_installed
 from qpt.errors import QptError
 from qpt.tasks import Augmentation, Task, all_tasks, dsrl_tasks, factory_from, get_task, load_tasks, register_task
 
@@ -301,10 +300,10 @@ def test_the_table_knows_whose_data_is_at_hand(
 def test_a_simulator_is_looked_for_and_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     present = {"bullet_safety_gym", "pybullet", "safety_gymnasium"}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name in present else None)
-    installed = {t.suite for t in dsrl_tasks().values() if simulator_installed(t)}
+    installed = {t.suite for t in dsrl_tasks().values() if t.simulator_installed}
     assert installed == {"bullet"}  # mujoco is missing for the second
-    assert simulator_installed(Task("Own", env_factory=dict))
-    assert not simulator_installed(Task("Own"))
+    assert Task("Own", env_factory=dict).simulator_installed
+    assert not Task("Own").simulator_installed
 
 
 def test_own_tasks_stand_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -218,6 +218,7 @@ def test_an_interrupt_saves_and_stops(tmp_path: Path) -> None:
     assert process.returncode == 0, text
     rows = [json.loads(x) for x in (out / "metrics.jsonl").read_text().splitlines()]
     assert checkpoint.read_manifest(checkpoint.resolve(out))["step"] == rows[-1]["step"]
+    assert rows[-1]["steps_per_second"] > 0
 
 
 def test_damaged_and_foreign_checkpoints_get_a_sentence(tmp_path: Path) -> None:
@@ -638,6 +639,16 @@ def test_an_evaluation_whose_best_checkpoint_could_not_be_kept_comes_again(
     run = train(config(tmp_path, **settings, resume=True), data)
     assert [row["step"] for row in run.evaluations] == [15, 30]
     assert checkpoint.resolve(tmp_path, "best")
+
+
+def test_a_simulator_that_is_missing_is_told_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qpt.tasks.SIMULATORS", {"bullet": ("no_such_simulator",)})
+    with pytest.raises(QptError, match=r"BallCircle has no simulator here .*; run: qpt sims install bullet, or give"):
+        train(config(tmp_path / "run", task="BallCircle", eval_every=15), tiny_data(observation_dim=8))
+    assert not (tmp_path / "run").exists()
+    train(config(tmp_path / "run", task="BallCircle"), tiny_data(observation_dim=8))
 
 
 def test_a_run_that_another_process_trains_is_left_alone(tmp_path: Path) -> None:

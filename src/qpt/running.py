@@ -71,7 +71,8 @@ class Running(ABC):
     ) -> None:
         """Begin n episodes. Without return targets, the best safe logged return for each limit is the target.
 
-        Without limits the policy's own trained one counts, or 0 for policies that take any.
+        Without limits the policy's own trained one counts, or 0 for policies that take any. Seeds are those of the
+        episodes' noise; without, all have that of seed 0, so that the same episode gets the same decisions in any row.
         """
         if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
             raise QptError(f"reset needs a whole number of episodes, at least 1, not {n}")

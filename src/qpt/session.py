@@ -194,7 +194,7 @@ class Session:
             self.step += 1
             evaluates, saves = c.eval_every > 0 and self._due(c.eval_every), self._due(c.checkpoint_every)
             if evaluates or saves or self._due(c.log_every):  # what has diverged is neither evaluated nor saved
-                self._log((self.step - self._first) / (time.perf_counter() - self._began))
+                self._log()
             if evaluates:
                 self._look()
             if saves:
@@ -212,7 +212,7 @@ class Session:
         """Log and save where the run stands, before its end."""
         if self.step != self._saved:
             if self.step != self._logged:
-                self._log(0.0)
+                self._log()
             self._save()
 
     def _due(self, every: int) -> bool:
@@ -226,7 +226,7 @@ class Session:
             self._phase = phase
         return metrics
 
-    def _log(self, rate: float) -> None:
+    def _log(self) -> None:
         seen = self._last | _largest_weight(self.algorithm)
         stacked = torch.stack([value.detach().float().reshape(()) for value in seen.values()])
         values = parallel.mean(stacked).tolist()  # the one wait for the device
@@ -236,11 +236,13 @@ class Session:
                 good = checkpoint.checkpoints(self.config.out)
                 where = f"the last good checkpoint is {good[-1]}" if good else "there is no checkpoint yet"
                 raise QptError(
-                    f"training diverged: {name} is {value:g} at step {self.step}; {where}; lower the learning rate or η"
+                    f"training diverged: {name} is {value:g} at step {self.step}; {where}; start a new run with a "
+                    "lower learning rate or η"
                 )
         self._logged = self.step
         if not self.leads:
             return
+        rate = (self.step - self._first) / (time.perf_counter() - self._began)
         row = {"step": self.step, "steps_per_second": round(rate, 2), **self.metrics}
         logs.append(self.config.out / "metrics.jsonl", row)
         logs.append_csv(self.config.out / "metrics.csv", row)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import json
 import math
 import os
@@ -27,6 +27,14 @@ class Augmentation:
     degree: int | None = None
     max_reward: float | None = None
     max_reward_decrease: float | None = None
+
+
+# The modules that a suite's simulator consists of.
+SIMULATORS = {
+    "bullet": ("bullet_safety_gym", "pybullet"),
+    "safety-gymnasium": ("safety_gymnasium", "mujoco"),
+    "metadrive": ("metadrive", "panda3d"),
+}
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,13 @@ class Task:
     targets: tuple[tuple[float, float], ...] = ()  # CDT's published (return, cost) pairs
     augmentation: Augmentation = Augmentation()
     paper_steps: int = 100_000
+
+    @property
+    def simulator_installed(self) -> bool:
+        """Whether the task can be run here, found out without importing its simulator."""
+        modules = SIMULATORS.get(self.suite, ())
+        here = self.env_id is not None and bool(modules) and all(map(importlib.util.find_spec, modules))
+        return self.env_factory is not None or here
 
     @property
     def env_observation_dim(self) -> int | None:

@@ -76,6 +76,11 @@ def _train(configs: list[TrainConfig], data: Trajectories | None) -> list[Run]:
         _check_sizes(task, trajectories)
     if config.eval_every and (task is None or not task.has_simulator):
         raise QptError("evaluation during training needs a task with a simulator; give --task, or --eval-every 0")
+    if config.eval_every and task is not None and not task.simulator_installed:  # not when it is due, steps later
+        raise QptError(
+            f"{task.name} has no simulator here to be evaluated in; run: qpt sims install {task.suite}, or give "
+            "--eval-every 0"
+        )
     device = _device(config.device)
     _prepare(device, config)
     with parallel.group(device):

@@ -14,7 +14,7 @@ Reduction = Literal["min", "max", "mean"]
 
 @dataclass(frozen=True)
 class QPTConfig:
-    """Every choice of QPT; docs/methods/qpt.md says how each default was measured."""
+    """Every choice of QPT; docs/methods/qpt.md says which defaults were measured, and how."""
 
     # -- size of the run
     steps: int = 30_000
@@ -108,10 +108,10 @@ class QPTConfig:
     eta_cost: float = 0.1
     """η2, weight of the cost term."""
     cost_term: Literal["all", "excess"] = "excess"
-    """Penalise the whole Q^c (paper), or only what exceeds the remaining budget (measured in docs/methods/qpt.md)."""
+    """Penalise the whole Q^c (paper), or only what exceeds the remaining budget (measured in docs/qpt-choices.md)."""
     normalizer: Literal["batch", "data"] = "data"
     """Scale of a term: the batch mean of |Q| on logged actions (paper), as the critics' step has just found it, or a
-    constant of the data, which does not shrink as the policy gets safer (measured in docs/methods/qpt.md)."""
+    constant of the data, which does not shrink as the policy gets safer (measured in docs/qpt-choices.md)."""
     normalizer_floor: float = 0.01
     """Smallest normaliser, for data in which costs are almost never seen."""
 

@@ -17,7 +17,6 @@ from rich.console import Console
 
 from qpt.algorithms.base import algorithm_classes
 from qpt.algorithms.fields import choices, fitting
-from qpt.cli.tasks import simulator_installed
 from qpt.errors import QptError
 from qpt.experiments.bench import Bench, data_files, run_jobs
 from qpt.experiments.executors import Executor, local_executor, ray_executor
@@ -73,7 +72,7 @@ Worker = Annotated[Machine, tyro.conf.arg(name="")]
 def check_simulators(tasks: Iterable[str]) -> None:
     """A task that cannot be evaluated is told before anything is trained."""
     for task in map(get_task, tasks):
-        if not task.has_simulator or not (task.env_factory or simulator_installed(task)):
+        if not task.simulator_installed:
             raise QptError(f"{task.name} has no simulator here to be evaluated in; see qpt sims install --help")
 
 

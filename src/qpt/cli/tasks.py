@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from typing import Annotated, Any, Literal
 
@@ -14,14 +13,7 @@ from rich.text import Text
 from qpt.cli.run import run
 from qpt.data.download import find_cached
 from qpt.errors import QptError
-from qpt.tasks import Task, all_tasks
-
-# The modules that a suite's simulator consists of; they are looked for, not imported.
-SIMULATORS = {
-    "bullet": ("bullet_safety_gym", "pybullet"),
-    "safety-gymnasium": ("safety_gymnasium", "mujoco"),
-    "metadrive": ("metadrive", "panda3d"),
-}
+from qpt.tasks import SIMULATORS, Task, all_tasks
 
 
 def tasks(
@@ -53,14 +45,6 @@ def main(args: list[str]) -> int:
     return run(tasks, args, "tasks")
 
 
-def simulator_installed(task: Task) -> bool:
-    """Whether the task can be run here, without importing its simulator."""
-    modules = SIMULATORS.get(task.suite, ())
-    return task.env_factory is not None or (
-        task.env_id is not None and bool(modules) and all(importlib.util.find_spec(m) is not None for m in modules)
-    )
-
-
 def _row(task: Task) -> dict[str, Any]:
     cached = find_cached(task)
     return {
@@ -75,7 +59,7 @@ def _row(task: Task) -> dict[str, Any]:
         "trajectories": task.trajectories,
         "data_file": task.data_file,
         "cached": None if cached is None else str(cached),
-        "simulator_installed": simulator_installed(task),
+        "simulator_installed": task.simulator_installed,
     }
 
 
