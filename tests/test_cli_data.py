@@ -74,6 +74,19 @@ def test_info_says_what_was_dropped(small: Path, capsys: pytest.CaptureFixture[s
     assert "dropped: 2" in capsys.readouterr().out
 
 
+def test_what_reading_noticed_is_told_by_every_command(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = [str(tmp_path / name) for name in ("a.hdf5", "b.hdf5")]
+    with h5py.File(small, "a") as file:
+        file["timeouts"][-1] = False
+    for command, targets in (("validate", []), ("convert", new[:1]), ("split", new), ("augment", [])):
+        assert main(["data", command, str(small), *targets]) == 0
+        captured = capsys.readouterr()
+        assert f"warning: {small}: steps after the last complete episode were dropped: 2\n" in captured.err
+        assert "warning" not in captured.out
+
+
 @pytest.mark.parametrize(
     ("args", "code", "sentence"),
     [

@@ -164,6 +164,21 @@ def test_missing_timeouts(tmp_path: Path) -> None:
         read(save(tmp_path / "open.hdf5", open_end))
 
 
+@pytest.mark.parametrize("given", [(), ("next_observations",), ("final_observations",), ("timeouts",)])
+def test_episodes_that_may_be_one_with_the_next_are_told(given: tuple[str, ...], tmp_path: Path) -> None:
+    """Without timeouts an episode that was cut off can only be seen by what was observed after it."""
+    columns = arrays()
+    columns["terminals"] |= columns["timeouts"]
+    columns["final_observations"] = Trajectories.from_arrays(**columns).final_observations
+    for name in {"timeouts", "next_observations", "final_observations"} - set(given):
+        del columns[name]
+    for path in (save(tmp_path / "a.hdf5", columns), tmp_path / "a.npz"):
+        np.savez(tmp_path / "a.npz", **columns)
+        found = read(path)
+        assert len(found) == 3
+        assert ("cannot be seen" in found.info.get("timeouts", "")) is not bool(given)
+
+
 def test_surrogates_are_labelled(tmp_path: Path) -> None:
     path = save(tmp_path / "a.hdf5", arrays())
     for note, expected in (("SURROGATE of DSRL", True), ("logged at home", False), (np.bytes_(b"a surrogate"), True)):

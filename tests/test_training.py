@@ -34,7 +34,7 @@ from qpt.errors import QptError
 from qpt.policy import Policy
 from qpt.session import Session
 from qpt.tasks import register_task
-from qpt.training import TrainConfig, best_evaluation, train
+from qpt.training import TrainConfig, _load, best_evaluation, train
 
 TINY = QPTConfig(steps=30, batch_size=4, width=8, layers=1, heads=2, context=3, critic_width=8)
 
@@ -49,6 +49,16 @@ def config(out: Path, **changes: Any) -> TrainConfig:
         "device": "cpu",
     }
     return TrainConfig(out=out, **(settings | changes))
+
+
+def test_what_reading_noticed_is_a_warning(tmp_path: Path) -> None:
+    data = tiny_data()
+    columns = {n: getattr(data, n) for n in ("observations", "actions", "rewards", "costs", "terminals", "timeouts")}
+    columns["timeouts"] = np.where(np.arange(data.steps) < data.offsets[-3], columns["timeouts"], False)
+    columns["terminals"] = np.where(np.arange(data.steps) < data.offsets[-3], columns["terminals"], False)
+    np.savez(tmp_path / "a.npz", **columns)
+    with pytest.warns(UserWarning, match=rf"a\.npz: steps .* were dropped: {data.steps - data.offsets[-3]}"):
+        _load(config(tmp_path, data=str(tmp_path / "a.npz")), None)
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:

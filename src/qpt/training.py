@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ import torch
 
 from qpt import logs, parallel
 from qpt.data import load_dataset
+from qpt.data.checks import noticed
 from qpt.data.sampling import Sampler
 from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError
@@ -169,11 +171,13 @@ def _share_tables(sampler: Sampler, first: Sampler) -> None:
 
 
 def _load(config: TrainConfig, task: Task | None) -> Trajectories:
-    if config.data is not None:
-        return load_dataset(str(config.data))
-    if task is None:
+    source = str(config.data) if config.data is not None else task.name if task is not None else None
+    if source is None:
         raise QptError("give --task NAME or --data FILE to train from")
-    return load_dataset(task.name)
+    found = load_dataset(source)
+    for text in noticed(found.info) if parallel.speaks() else ():
+        warnings.warn(f"{source}: {text}", stacklevel=2)
+    return found
 
 
 def _check_sizes(task: Task, data: Trajectories) -> None:

@@ -16,8 +16,9 @@ from rich.text import Text
 from qpt import plotting
 from qpt.cli.run import Command, run_group
 from qpt.data import Trajectories, find, load_dataset, write
+from qpt.data.checks import NOTICED, noticed
 from qpt.data.files import check_ending
-from qpt.data.validation import validate as check
+from qpt.data.validation import examine
 from qpt.errors import QptError
 from qpt.tasks import all_tasks
 
@@ -47,7 +48,7 @@ def info(
     trajectories = load_dataset(source, cost_key=cost_key, action_bound=action_bound)
     chosen = _limits(limits, source)
     facts = trajectories.statistics(chosen)
-    notes = {k: trajectories.info[k] for k in ("note", *_WARNINGS) if k in trajectories.info}
+    notes = {k: trajectories.info[k] for k in ("note", *NOTICED) if k in trajectories.info}
     if out is not None:
         name = Path(source).name
         title = f"{name}: {len(trajectories):,} episodes, {trajectories.steps:,} steps"
@@ -81,6 +82,7 @@ def convert(
     """
     trajectories = load_dataset(source, cost_key=cost_key, action_bound=action_bound)
     path = write(trajectories, target, compact=compact)
+    warn(source, noticed(trajectories.info))
     size = path.stat().st_size / 1e6
     print(f"{target}: {len(trajectories):,} episodes, {trajectories.steps:,} steps, {size:.1f} MB")
 
@@ -117,7 +119,9 @@ def split(
         raise QptError(f"a seed is a number of at least 0, not {seed}")
     for path in (target, rest):
         check_ending(path)
-    held, kept = load_dataset(source, cost_key=cost_key, action_bound=action_bound).split(share, seed)
+    trajectories = load_dataset(source, cost_key=cost_key, action_bound=action_bound)
+    warn(source, noticed(trajectories.info))
+    held, kept = trajectories.split(share, seed)
     for path, part in ((target, kept), (rest, held)):
         write(part, path, compact=compact)
         print(f"{path}: {len(part):,} episodes, {part.steps:,} steps")
@@ -145,11 +149,12 @@ def validate(
     bad = 0
     for file in files:
         try:
-            defect = check(find(file), cost_key=cost_key, action_bound=action_bound, timeout=timeout)
+            defect, found = examine(find(file), cost_key=cost_key, action_bound=action_bound, timeout=timeout)
         except QptError as error:
-            defect = f"{file}: {error}"
+            defect, found = f"{file}: {error}", []
         bad += defect is not None
         print(f"{file}: good" if defect is None else f"bad: {defect}", flush=True)
+        warn(file, found)
     return int(bad > 0)
 
 
@@ -168,11 +173,11 @@ def main(args: list[str]) -> int:
 
 # -- how it looks ------------------------------------------------------------------------------------------------------
 
-_WARNINGS = {
-    "dropped_steps": "steps after the last complete episode were dropped",
-    "final_observations": "final observations",
-    "next_observations": "next observations",
-}
+
+def warn(source: str, found: list[str]) -> None:
+    """Tell what reading noticed, where what is printed is read by programs too."""
+    for text in found:
+        print(f"warning: {source}: {text}", file=sys.stderr)
 
 
 def _limits(limits: tuple[float, ...] | None, source: str) -> tuple[float, ...]:
@@ -211,9 +216,8 @@ def _show(trajectories: Trajectories, source: str, facts: dict[str, Any]) -> Non
                 f"{row['cost_limit']:g}", f"{row['share_within']:.1%}", "none" if best is None else f"{best:,.1f}"
             )
         print_(within)
-    for key, what in _WARNINGS.items():
-        if key in trajectories.info:
-            print_(Text(f"{what}: {trajectories.info[key]}", style="yellow"))
+    for text in noticed(trajectories.info):
+        print_(Text(text, style="yellow"))
     note = trajectories.info.get("note")
     if trajectories.is_surrogate:
         print_(Panel(Text(str(note or "not the published data")), title="surrogate data", style="yellow", expand=False))

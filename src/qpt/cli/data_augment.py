@@ -13,8 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from qpt import plotting
+from qpt.cli.data import warn
 from qpt.data import Trajectories, load_dataset
 from qpt.data import augment as room
+from qpt.data.checks import noticed
 from qpt.errors import QptError
 from qpt.tasks import Augmentation, Task, all_tasks, get_task
 
@@ -58,6 +60,7 @@ def augment(
     if arrows < 0:
         raise QptError(f"the number of arrows must be 0 or more, not {arrows}")
     trajectories = load_dataset(source, cost_key=cost_key, action_bound=action_bound)
+    warn(source, noticed(trajectories.info))
     row = get_task(task) if task is not None else task_of(source)
     relabelled = room.augment(
         trajectories,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,12 @@ from qpt.errors import QptError
 KEYS = ("observations", "actions", "rewards", "costs", "terminals")  # a file needs all of these
 OPTIONAL = ("timeouts", "next_observations", "final_observations")
 OF_READING = ("source", "dropped_steps")  # entries of info said by the reader, not by the file
+NOTICED = {  # entries of info that a user should hear of
+    "dropped_steps": "steps after the last complete episode were dropped",
+    "timeouts": "timeouts",
+    "final_observations": "final observations",
+    "next_observations": "next observations",
+}
 _TABLES = ("observations", "actions", "next_observations", "final_observations")  # rank 2; the others: 1, or [N, 1]
 _RATIO = 1100  # gzip shrinks by 1032 at most
 _SLACK = 2**20  # bytes; a chunk may be larger than the little that is in it
@@ -111,6 +118,11 @@ def as_flags(name: str, values: npt.ArrayLike) -> npt.NDArray[np.bool_]:
 
 
 # -- notes and sizes ---------------------------------------------------------------------------------------------------
+
+
+def noticed(info: Mapping[str, Any]) -> list[str]:
+    """What reading noticed that is no defect, each as a part of a sentence."""
+    return [f"{what}: {clean(str(info[key]))}" for key, what in NOTICED.items() if key in info]
 
 
 def labelled(info: dict[str, Any]) -> dict[str, Any]:

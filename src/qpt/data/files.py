@@ -16,6 +16,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,6 +130,10 @@ def _assemble(columns: Mapping[str, Any], info: dict[str, Any], action_bound: fl
         raise QptError(
             "timeouts is missing and not every episode ends by a terminal; add timeouts: 1 where an episode was cut off"
         )
+    if not {"timeouts", "next_observations", "final_observations"} & set(columns):
+        # Nothing in the file could show such an episode but an unfinished last one.
+        told = "missing: an episode that was cut off would be one with the next, which cannot be seen"
+        return replace(result, info={**result.info, "timeouts": told})
     return result
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from qpt.errors import QptError
 
 _ANSWER = "qpt-validation:"
+_Answer = tuple[str | None, list[str]]  # the defect, if there is one, and what else was noticed
 _OVERHEAD = 2 * 2**30  # what Python and the libraries map before the first byte is read
 
 
@@ -27,6 +28,18 @@ def validate(
 
     `timeout` in seconds is by default a minute and one second for each 2 MB; `max_bytes` bounds the data as in `read`.
     """
+    return examine(path, cost_key=cost_key, action_bound=action_bound, timeout=timeout, max_bytes=max_bytes)[0]
+
+
+def examine(
+    path: str | Path,
+    *,
+    cost_key: str | None = None,
+    action_bound: float | None = 1.0,
+    timeout: float | None = None,
+    max_bytes: int | None = None,
+) -> _Answer:
+    """The answer of `validate`, and what reading noticed that is no defect."""
     if timeout is None:
         timeout = 60 + (Path(path).stat().st_size / 2e6 if Path(path).is_file() else 0)
     return _ask("read", path, timeout, max_bytes, {"cost_key": cost_key, "action_bound": action_bound})
@@ -34,12 +47,12 @@ def validate(
 
 def look_first(path: str | Path, *, cost_key: str | None = None, timeout: float = 30.0) -> None:
     """Raise the sentence if the structure of the file is bad; a fifth of a second, whatever the size of the file."""
-    defect = _ask("look", path, timeout, None, {"cost_key": cost_key})
+    defect, _ = _ask("look", path, timeout, None, {"cost_key": cost_key})
     if defect is not None:
         raise QptError(defect)
 
 
-def _ask(what: str, path: str | Path, timeout: float, max_bytes: int | None, options: dict[str, Any]) -> str | None:
+def _ask(what: str, path: str | Path, timeout: float, max_bytes: int | None, options: dict[str, Any]) -> _Answer:
     from qpt.data.checks import default_max_bytes
 
     limit = default_max_bytes() if max_bytes is None else max_bytes
@@ -61,21 +74,24 @@ def _ask(what: str, path: str | Path, timeout: float, max_bytes: int | None, opt
             },
         )
     except subprocess.TimeoutExpired:
-        return f"{path}: reading it takes more than {timeout:.0f} seconds; the file is damaged or too large"
+        return f"{path}: reading it takes more than {timeout:.0f} seconds; the file is damaged or too large", []
     except OSError as error:
-        return f"{path}: it cannot be checked, because no process can be started ({error.strerror})"
+        return f"{path}: it cannot be checked, because no process can be started ({error.strerror})", []
     for line in child.stdout.decode("utf-8", "replace").splitlines():
         if line.startswith(_ANSWER):
-            answer: str | None = json.loads(line.removeprefix(_ANSWER))
-            return answer
+            defect, found = json.loads(line.removeprefix(_ANSWER))
+            return defect, found
     if child.returncode < 0:
         how = f"signal {-child.returncode}"
-        return f"{path}: reading it crashes the HDF5 library ({how}); the file is damaged, copy or download it again"
+        return (
+            f"{path}: reading it crashes the HDF5 library ({how}); the file is damaged, copy or download it again",
+            [],
+        )
     said = child.stderr.decode("utf-8", "replace").strip().splitlines() or [f"exit code {child.returncode}"]
-    return f"{path}: it cannot be checked, because the process that should read it failed ({said[-1]})"
+    return f"{path}: it cannot be checked, because the process that should read it failed ({said[-1]})", []
 
 
-def _child(what: str, path: str, max_bytes: int, **options: Any) -> str | None:
+def _child(what: str, path: str, max_bytes: int, **options: Any) -> _Answer:
     # Conversions need some room beside the data; a look needs nearly none.
     room = _OVERHEAD + (2 * max_bytes if what == "read" else 0)
     try:
@@ -86,14 +102,17 @@ def _child(what: str, path: str, max_bytes: int, **options: Any) -> str | None:
     except (ImportError, ValueError, OSError):  # not on this system: the other checks stand
         pass
     from qpt.data import files
+    from qpt.data.checks import noticed
 
     try:
-        (files.read if what == "read" else files.look)(path, max_bytes=max_bytes, **options)
+        if what == "look":
+            files.look(path, max_bytes=max_bytes, **options)
+            return None, []
+        return None, noticed(files.read(path, max_bytes=max_bytes, **options).info)
     except QptError as error:
-        return str(error)
+        return str(error), []
     except MemoryError:
-        return f"{path}: the data do not fit into memory"
-    return None
+        return f"{path}: the data do not fit into memory", []
 
 
 if __name__ == "__main__":
