@@ -144,6 +144,19 @@ def test_split(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert not (tmp_path / "new.hdf5").exists()
 
 
+def test_a_split_that_fails_leaves_the_old_parts(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Were only the first replaced, episodes would lie in both."""
+    train, rest = tmp_path / "train.hdf5", tmp_path / "rest.hdf5"
+    train.write_bytes(b"old")
+    rest.mkdir()
+    assert main(["data", "split", str(small), str(train), str(rest)]) == 1
+    assert "rest.hdf5 cannot be written: Is a directory" in capsys.readouterr().err
+    assert train.read_bytes() == b"old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rest.hdf5", "small.hdf5", "train.hdf5"]
+
+
 def test_split_leaves_the_file_that_a_task_stands_for(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

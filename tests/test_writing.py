@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from qpt.errors import QptError
-from qpt.writing import check_file, check_folder, write_csv, write_json, write_whole
+from qpt.writing import check_file, check_folder, write_csv, write_json, write_together, write_whole
 
 
 def test_texts_tables_and_facts_read_back(tmp_path: Path) -> None:
@@ -39,6 +39,19 @@ def test_a_disk_that_fills_up_leaves_the_old_file_and_nothing_else(
         write_whole(tmp_path / "new.txt", "new")
     assert old.read_text() == "old"
     assert list(tmp_path.iterdir()) == [old]
+
+
+def test_files_that_belong_together_are_replaced_together(tmp_path: Path) -> None:
+    old, folder = write_whole(tmp_path / "old.txt", "old"), tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(QptError, match="folder cannot be written: Is a directory"):
+        write_together([(old, "new"), (folder, "new")])
+    with pytest.raises(QptError, match="in cannot be written: .*; nothing was written"):
+        write_together([(old, "new"), (old / "in", "new")])
+    assert old.read_text() == "old"
+    assert sorted(tmp_path.iterdir()) == [folder, old]
+    assert write_together([(old, "new"), (folder / "b.txt", "b")]) == [old, folder / "b.txt"]
+    assert [path.read_text() for path in (old, folder / "b.txt")] == ["new", "b"]
 
 
 def test_a_pipe_is_written_into_and_stays_a_pipe(tmp_path: Path) -> None:

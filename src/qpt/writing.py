@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import os
@@ -17,25 +18,43 @@ from qpt.errors import QptError
 
 def write_whole(path: str | Path, content: bytes | str, advice: str = "choose another place") -> Path:
     """Write under another name first: a reader sees the old file, the new one, or none, never a part."""
-    path, content = Path(path), content.encode() if isinstance(content, str) else content
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    return write_together([(path, content)], advice)[0]
+
+
+def write_together(
+    files: Iterable[tuple[str | Path, bytes | str]], advice: str = "choose another place"
+) -> list[Path]:
+    """The same for files that belong together: none is replaced before all are written under other names."""
+    written: list[tuple[Path, Path | None]] = []
+    path = Path()
     try:
-        if path.is_char_device() or path.is_fifo():  # /dev/stdout and the like are not replaced
-            path.write_bytes(content)
-            return path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        for name, content in files:
+            path, raw = Path(name), content.encode() if isinstance(content, str) else content
+            if path.is_char_device() or path.is_fifo():  # /dev/stdout and the like are not replaced
+                path.write_bytes(raw)
+                written.append((path, None))
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir():  # the rename would notice it, too late for the files before
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+            written.append((path, temporary))
+            with temporary.open("xb") as file:
+                file.write(raw)
+                file.flush()
+                os.fsync(file.fileno())
+        for path, temporary in written:
+            if temporary is not None:
+                temporary.replace(path)
     except OSError as error:
         kept = "the old file is unchanged" if os.access(path, os.F_OK) else "nothing was written"
         raise QptError(f"{path} cannot be written: {error.strerror or error}; {kept}, {advice}") from error
     finally:
-        with suppress(OSError):  # no such folder, or no permission: nothing to clean up
-            temporary.unlink(missing_ok=True)
-    return path
+        for _, temporary in written:
+            with suppress(OSError):  # no permission: nothing to clean up
+                if temporary is not None:
+                    temporary.unlink(missing_ok=True)
+    return [path for path, _ in written]
 
 
 def check_folder(folder: Path) -> None:

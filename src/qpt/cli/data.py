@@ -17,7 +17,7 @@ from qpt import plotting
 from qpt.cli.run import Command, run_group
 from qpt.data import Trajectories, find, load_dataset, write
 from qpt.data.checks import NOTICED, noticed
-from qpt.data.files import check_ending
+from qpt.data.files import check_ending, write_all
 from qpt.data.validation import examine
 from qpt.errors import QptError
 from qpt.tasks import all_tasks
@@ -122,8 +122,8 @@ def split(
     trajectories = load_dataset(source, cost_key=cost_key, action_bound=action_bound)
     warn(source, noticed(trajectories.info))
     held, kept = trajectories.split(share, seed)
+    write_all([(kept, target), (held, rest)], compact)
     for path, part in ((target, kept), (rest, held)):
-        write(part, path, compact=compact)
         print(f"{path}: {len(part):,} episodes, {part.steps:,} steps")
 
 

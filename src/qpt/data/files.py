@@ -14,7 +14,7 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ from qpt.data.checks import (
 )
 from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError, require
-from qpt.writing import write_whole
+from qpt.writing import write_together
 
 if TYPE_CHECKING:
     import h5py  # imported only where an HDF5 file is read or written: npz does without
@@ -93,8 +93,19 @@ def write(trajectories: Trajectories, path: str | Path, compact: bool = False) -
 
     The compact form stores the final observation of each episode instead of next_observations, about half the size.
     """
-    path = Path(os.path.realpath(path))  # a link stays a link
-    check_ending(path)
+    return write_all([(trajectories, path)], compact)[0]
+
+
+def write_all(parts: Sequence[tuple[Trajectories, str | Path]], compact: bool = False) -> list[Path]:
+    """Write several files, and replace none of the old ones before all are written: parts of a split must not overlap."""
+    paths = [Path(os.path.realpath(path)) for _, path in parts]  # a link stays a link
+    for path in paths:
+        check_ending(path)
+    contents = (_content(part, path, compact) for (part, _), path in zip(parts, paths, strict=True))  # one at a time
+    return write_together(zip(paths, contents, strict=True))
+
+
+def _content(trajectories: Trajectories, path: Path, compact: bool) -> bytes:
     columns = {name: getattr(trajectories, name) for name in (*KEYS, "timeouts")}
     if compact:
         columns["final_observations"] = trajectories.final_observations
@@ -105,8 +116,7 @@ def write(trajectories: Trajectories, path: str | Path, compact: bool = False) -
     info["layout"] = (
         "compact: final_observations, one row an episode, instead of next_observations" if compact else "DSRL"
     )
-    content = _npz_bytes(columns, info) if path.suffix.lower() == ".npz" else _hdf5_bytes(columns, info)
-    return write_whole(path, content)
+    return _npz_bytes(columns, info) if path.suffix.lower() == ".npz" else _hdf5_bytes(columns, info)
 
 
 # -- from columns to trajectories --------------------------------------------------------------------------------------
