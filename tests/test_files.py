@@ -210,7 +210,7 @@ def test_notes_as_npz_had_them_before_are_read(tmp_path: Path) -> None:
 
 
 def test_one_large_chunk_is_unpacked_and_a_false_one_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qpt.data.files.max", lambda *_: 1000, raising=False)  # every chunk could unpack to more
+    monkeypatch.setattr("qpt.data.hdf5.max", lambda *_: 1000, raising=False)  # every chunk could unpack to more
     columns = arrays((500, 300, 400))
     path = save(tmp_path / "a.hdf5", columns, chunks=True, compression="gzip", shuffle=True)
     assert len(read(path)) == 3

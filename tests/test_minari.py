@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import h5py
 import numpy as np
 import pytest
 
@@ -162,6 +163,31 @@ def test_discrete_actions_are_told(root: Path) -> None:
     for source in ("minari:toy/choices-v0", root / "toy" / "choices-v0"):
         with pytest.raises(QptError, match="actions are stored as int64 and look like discrete ones"):
             load_dataset(source)
+
+
+def test_its_file_is_checked_as_every_other(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Minari itself would follow a link to another file, and read what is larger than the memory."""
+    collect("toy/linked-v0", Walk())
+    folder, elsewhere = root / "toy" / "linked-v0", root / "elsewhere.hdf5"
+    with monkeypatch.context() as patch:
+        patch.setenv("QPT_MAX_BYTES", "500")
+        for source in ("minari:toy/linked-v0", folder):
+            with pytest.raises(QptError, match="the limit is 500 bytes"):
+                load_dataset(source)
+    with h5py.File(folder / "data" / "main_data.hdf5", "a") as file, h5py.File(elsewhere, "w") as other:
+        other["rewards"] = file["episode_1/rewards"][...]
+        del file["episode_1/rewards"]
+        file["episode_1/rewards"] = h5py.ExternalLink(str(elsewhere), "rewards")
+    for read_it in (load_dataset, read):
+        with pytest.raises(QptError, match="episode_1/rewards is a link to another place"):
+            read_it(folder)
+    with pytest.raises(QptError, match="episode_1/rewards is a link to another place"):
+        load_dataset("minari:toy/linked-v0")
+    with h5py.File(folder / "data" / "main_data.hdf5", "a") as file:
+        del file["episode_1/rewards"]
+        file["episode_1/again"] = file["episode_1"]
+    with pytest.raises(QptError, match="lies in more than 32 groups"):
+        load_dataset(folder)
 
 
 def test_a_missing_data_set_names_the_command(root: Path) -> None:

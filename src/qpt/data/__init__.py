@@ -30,20 +30,19 @@ def load_dataset(source: str | Path, *, cost_key: str | None = None, action_boun
     ("BallCircle"), "minari:ID", or "embedded:ballcircle", a small data set that comes with the package.
     """
     from qpt.data.files import read
+    from qpt.data.validation import look_first  # in a process of its own, where a damaged file does no harm
 
     text = str(source)
     if text.startswith("minari:"):
-        from qpt.data.minari import read_id
+        from qpt.data.minari import folder_of, read_id
 
+        look_first(folder_of(text.removeprefix("minari:")))
         return read_id(text.removeprefix("minari:"), cost_key=cost_key, action_bound=action_bound)
     if text.startswith("embedded:"):
         with resources.as_file(_embedded(text.removeprefix("embedded:"))) as path:
             return read(path)
-    from qpt.data.validation import look_first
-
     path = find(source)
-    if path.is_file():
-        look_first(path, cost_key=cost_key)  # in a process of its own, where a damaged file does no harm
+    look_first(path, cost_key=cost_key)
     return read(path, cost_key=cost_key, action_bound=action_bound)
 
 

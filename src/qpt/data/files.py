@@ -13,7 +13,6 @@ import math
 import os
 import re
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,6 +34,7 @@ from qpt.data.checks import (
     labelled,
     plain_value,
 )
+from qpt.data.hdf5 import check_chunks, check_layout, first_links, inside
 from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError, require
 from qpt.writing import write_together
@@ -60,7 +60,7 @@ def read(
         if path.is_dir():
             from qpt.data.minari import read_folder  # an optional extra
 
-            return read_folder(path, cost_key=cost_key, action_bound=action_bound)
+            return read_folder(path, cost_key=cost_key, action_bound=action_bound, max_bytes=max_bytes)
         kind = _kind(path)
         limit = default_max_bytes() if max_bytes is None else max_bytes
         if kind == "hdf5":
@@ -72,12 +72,16 @@ def read(
 
 
 def look(path: str | Path, *, cost_key: str | None = None, max_bytes: int | None = None) -> None:
-    """All of `read` but the values: the structure, the sizes and the notes of an HDF5 file; other kinds pass."""
+    """All of `read` but the values: the structure, the sizes and the notes of an HDF5 file, also Minari's; other kinds pass."""
     path = Path(path)
     with _defects(path):
-        if not path.is_dir() and _kind(path) == "hdf5":
+        limit = default_max_bytes() if max_bytes is None else max_bytes
+        if path.is_dir():
+            from qpt.data.minari import look_folder
+
+            look_folder(path, limit)
+        elif _kind(path) == "hdf5":
             with require("h5py").File(path, "r", locking="best-effort") as file:
-                limit = default_max_bytes() if max_bytes is None else max_bytes
                 _hdf5_columns(file, path.stat().st_size, limit, cost_key)
                 _attributes(file)
 
@@ -168,93 +172,18 @@ def _hdf5_columns(file: h5py.File, file_size: int, limit: int, cost_key: str | N
     import h5py
 
     names = {name: name for name in (*KEYS, *OPTIONAL)} | ({"costs": cost_key} if cost_key else {})
-    columns = {name: found for name, key in names.items() if (found := _inside(file, key)) is not None}
-    check_present(set(columns), [name.decode(errors="replace") for name in _first_links(file)], cost_key)
+    columns = {name: found for name, key in names.items() if (found := inside(file, key)) is not None}
+    check_present(set(columns), [name.decode(errors="replace") for name in first_links(file)], cost_key)
     total = 0
     for name, dataset in columns.items():
         if not isinstance(dataset, h5py.Dataset):
             raise QptError(f"{name} is a group or a type; it must be an array")
-        _check_layout(name, dataset)
+        check_layout(name, dataset)
         check_column(name, dataset.shape, dataset.dtype)
         total += math.prod(dataset.shape) * max(4, dataset.dtype.itemsize)
-        _check_chunks(name, dataset, file_size, limit)
+        check_chunks(name, dataset, file_size, limit)
     check_size("the data", total, file_size, limit)
     return columns
-
-
-def _inside(file: h5py.File, key: str) -> Any:
-    """What a key such as "infos/cost" names, None if nothing; each part of it must lie in the file itself."""
-    import h5py
-
-    place: Any = file
-    for part in (name for name in key.split("/") if name not in ("", ".")):
-        if not isinstance(place, h5py.Group) or not place.id.links.exists(part.encode()):
-            return None
-        if place.id.links.get_info(part.encode()).type != h5py.h5l.TYPE_HARD:
-            raise QptError(f"{key} is a link to another place; only arrays that lie in the file itself are read")
-        place = place[part]
-    return place
-
-
-def _first_links(file: h5py.File) -> list[bytes]:
-    found: list[bytes] = []
-    for name in file.id:
-        found.append(name)
-        if len(found) == 100:
-            break
-    return found
-
-
-def _check_layout(name: str, dataset: h5py.Dataset) -> None:
-    from h5py import h5d, h5z
-
-    # These cannot be made to load code, as filters from plugins can.
-    allowed = {h5z.FILTER_DEFLATE, h5z.FILTER_SHUFFLE, h5z.FILTER_FLETCHER32, h5z.FILTER_LZF}
-    properties = dataset.id.get_create_plist()
-    if properties.get_layout() not in (h5d.COMPACT, h5d.CONTIGUOUS, h5d.CHUNKED):
-        raise QptError(f"{name} is a virtual dataset, whose values lie in other files; copy them into one file")
-    if properties.get_external_count() > 0:
-        raise QptError(f"{name} is stored outside the file; copy its values into the file")
-    filters = [properties.get_filter(i)[0] for i in range(properties.get_nfilters())]
-    if not set(filters) <= allowed:
-        raise QptError(
-            f"{name} is packed with a filter that is not gzip or lzf (HDF5 filter {max(filters)}); rewrite it with gzip"
-        )
-    if len(set(filters)) < len(filters):
-        raise QptError(f"{name} is packed with the same filter twice; rewrite it with gzip")
-
-
-def _check_chunks(name: str, dataset: h5py.Dataset, file_size: int, limit: int) -> None:
-    """A chunk is unpacked as a whole, whatever its size turns out to be: bound it by what gzip can do."""
-    if dataset.chunks is None:
-        return
-    check_size(f"a chunk of {name}", math.prod(dataset.chunks) * dataset.dtype.itemsize, file_size, limit)
-    largest, least = 0, 4 if dataset.fletcher32 else 0  # libhdf5 reads a checksum that is not there, and crashes
-
-    def look(chunk: Any) -> None:
-        nonlocal largest
-        largest = max(largest, chunk.size)
-        if chunk.byte_offset is None or chunk.byte_offset + chunk.size > file_size:
-            raise QptError(f"{name} has a part that lies beyond the end of the file; the file is cut short or damaged")
-        if chunk.size <= least:
-            raise QptError(f"{name} has a part with nothing in it; the file is damaged")
-
-    dataset.id.chunk_iter(look)
-    if dataset.compression == "gzip" and largest * 1032 > max(limit, 2**30):  # it may unpack to more than it says
-        _check_unpacked(name, dataset)
-
-
-def _check_unpacked(name: str, dataset: h5py.Dataset) -> None:
-    """Unpack every chunk piece by piece, and count."""
-    room = math.prod(dataset.chunks) * dataset.dtype.itemsize
-    for index in range(dataset.id.get_num_chunks()):
-        mask, packed = dataset.id.read_direct_chunk(dataset.id.get_chunk_info(index).chunk_offset)
-        inflater, left, size = zlib.decompressobj(), packed, 0
-        while left and not mask and not inflater.eof:
-            size += len(inflater.decompress(left, 2**20))
-            left = inflater.unconsumed_tail
-            if size > room:
-                raise QptError(f"a chunk of {name} unpacks to more than it may hold; the file is damaged")
 
 
 def _attributes(file: h5py.File) -> dict[str, Any]:

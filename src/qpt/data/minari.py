@@ -10,20 +10,35 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qpt.data.checks import check_continuous
+from qpt.data.checks import check_continuous, default_max_bytes
+from qpt.data.hdf5 import check_tree
 from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError, require
 
 
-def read_folder(path: Path, *, cost_key: str | None = None, action_bound: float | None = 1.0) -> Trajectories:
+def read_folder(
+    path: Path, *, cost_key: str | None = None, action_bound: float | None = 1.0, max_bytes: int | None = None
+) -> Trajectories:
     """The data set in a folder, the one that holds `data/` (a file or link elsewhere is not looked for)."""
-    data = path if path.name == "data" else path / "data"
-    if not (data / "main_data.hdf5").is_file() and not (data / "metadata.json").is_file():
+    look_folder(path, default_max_bytes() if max_bytes is None else max_bytes)
+    minari = require("minari", "minari")
+    return _convert(minari.MinariDataset(_inner(path)), str(path), cost_key, action_bound)
+
+
+def look_folder(path: Path, limit: int) -> None:
+    """Check the HDF5 file of a data set as any other is checked: Minari itself follows every link."""
+    main = _inner(path) / "main_data.hdf5"
+    if main.is_file():
+        with require("h5py").File(main, "r", locking="best-effort") as file:
+            check_tree(file, main.stat().st_size, limit)
+    elif not (_inner(path) / "metadata.json").is_file():
         raise QptError(
             "this folder is not a Minari data set (it has no data/main_data.hdf5); give a file or such a folder"
         )
-    minari = require("minari", "minari")
-    return _convert(minari.MinariDataset(data), str(path), cost_key, action_bound)
+
+
+def _inner(path: Path) -> Path:
+    return path if path.name == "data" else path / "data"
 
 
 def read_id(name: str, *, cost_key: str | None = None, action_bound: float | None = 1.0) -> Trajectories:
