@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -23,6 +24,7 @@ import qpt
 from helpers import tiny_data
 from qpt.data import load_dataset
 from qpt.data.checks import default_max_bytes
+from qpt.data.download import cache_dir, find_cached
 from qpt.data.files import read, write
 from qpt.data.trajectories import Trajectories
 from qpt.data.validation import validate
@@ -479,6 +481,45 @@ def test_sources_that_are_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("qpt.tasks._registered", {"Mine": Task("Mine")})
     with pytest.raises(QptError, match="task 'Mine' names no data file"):
         load_dataset("Mine")
+
+
+def test_places_that_cannot_be_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sentence where they are asked for, and nothing where they are not."""
+    with pytest.raises(QptError, match=r"~nobodyx/a\.hdf5 begins with a home that is not known"):
+        load_dataset("~nobodyx/a.hdf5")
+    with pytest.raises(QptError, match="there is no file and no task 'aaa"):
+        load_dataset("a" * 300)
+    with pytest.raises(QptError, match=r"there is no file aaa\S*\.hdf5; check the path"):
+        load_dataset("a" * 300 + ".hdf5")
+    real = Path.stat
+
+    def stat(self: Path, **options: Any) -> os.stat_result:
+        if "locked" in str(self):  # as for users that are not root
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return real(self, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(QptError, match=r"no permission to look at .*locked/a\.hdf5; change that"):
+        load_dataset(tmp_path / "locked" / "a.hdf5")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    name = str(get_task("BallCircle").data_file)
+    here = write(tiny_data(), tmp_path / "here" / name)
+    monkeypatch.setenv("DSRL_DATASET_DIR", str(here.parent))
+    for hidden in (str(tmp_path / "locked"), "~nobodyx/data", str(tmp_path / ("a" * 300))):
+        monkeypatch.setenv("QPT_DATA_DIR", hidden)
+        assert find_cached(get_task("BallCircle")) == here
+    monkeypatch.setenv("QPT_DATA_DIR", "~nobodyx/data")
+    with pytest.raises(QptError, match="~nobodyx/data begins with a home"):
+        cache_dir()
+
+
+def test_a_home_is_meant_in_writing_as_in_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    data = tiny_data()
+    assert write(data, "~/a.npz") == tmp_path / "home" / "a.npz"
+    assert same(read("~/a.npz"), data)
+    assert not (tmp_path / "~").exists()
 
 
 def test_load_dataset_looks_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def test_files_that_belong_together_are_replaced_together(tmp_path: Path) -> Non
     folder.mkdir()
     with pytest.raises(QptError, match="folder cannot be written: Is a directory"):
         write_together([(old, "new"), (folder, "new")])
-    with pytest.raises(QptError, match="in cannot be written: .*; nothing was written"):
+    with pytest.raises(QptError, match=r"in cannot be written: .*; nothing was written"):
         write_together([(old, "new"), (old / "in", "new")])
     assert old.read_text() == "old"
     assert sorted(tmp_path.iterdir()) == [folder, old]

@@ -21,9 +21,7 @@ def write_whole(path: str | Path, content: bytes | str, advice: str = "choose an
     return write_together([(path, content)], advice)[0]
 
 
-def write_together(
-    files: Iterable[tuple[str | Path, bytes | str]], advice: str = "choose another place"
-) -> list[Path]:
+def write_together(files: Iterable[tuple[str | Path, bytes | str]], advice: str = "choose another place") -> list[Path]:
     """The same for files that belong together: none is replaced before all are written under other names."""
     written: list[tuple[Path, Path | None]] = []
     path = Path()

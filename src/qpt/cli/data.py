@@ -18,6 +18,7 @@ from qpt.cli.run import Command, run_group
 from qpt.data import Trajectories, find, load_dataset, write
 from qpt.data.checks import NOTICED, noticed
 from qpt.data.files import check_ending, write_all
+from qpt.data.paths import expanded
 from qpt.data.validation import examine
 from qpt.errors import QptError
 from qpt.tasks import all_tasks
@@ -111,6 +112,7 @@ def split(
         cost_key: the name of the costs in the source, if it is not "costs" (Minari: "cost" in infos).
         action_bound: the largest magnitude that an action may have.
     """
+    target, rest = expanded(target), expanded(rest)
     if target.resolve() == rest.resolve():
         raise QptError("both parts would be written to the same file; name two")
     if find(source).resolve() in (target.resolve(), rest.resolve()):

@@ -48,10 +48,11 @@ def load_dataset(source: str | Path, *, cost_key: str | None = None, action_boun
 
 def find(source: str | Path) -> Path:
     """The file, or the folder of a Minari data set, that a source stands for."""
+    from qpt.data.paths import expanded
     from qpt.errors import QptError
     from qpt.tasks import all_tasks, get_task
 
-    text, path = str(source), Path(source).expanduser()
+    text, path = str(source), expanded(source)
     if text.startswith("embedded:"):
         with resources.as_file(_embedded(text.removeprefix("embedded:"))) as embedded:
             return embedded
@@ -59,8 +60,13 @@ def find(source: str | Path) -> Path:
         from qpt.data.minari import folder_of
 
         return folder_of(text.removeprefix("minari:"))
-    if path.is_file() or (path.exists() and text not in all_tasks()):
-        return path
+    try:
+        if path.is_file() or (path.exists() and text not in all_tasks()):
+            return path
+    except PermissionError as error:
+        raise QptError(f"there is no permission to look at {text}; change that of the folders above it") from error
+    except OSError:  # a name that no file can have may still be meant for a task
+        pass
     if isinstance(source, Path) or path.suffix in (".hdf5", ".h5", ".npz") or "/" in text:
         raise QptError(f"there is no file {text}; check the path")
     try:

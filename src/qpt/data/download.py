@@ -19,6 +19,7 @@ from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 from qpt.data.fetch import SIGNATURES, Progress, Refused, check_signature, discard, fetch, note_of
+from qpt.data.paths import expanded, file_at
 from qpt.errors import QptError
 from qpt.tasks import Task
 
@@ -27,7 +28,7 @@ from qpt.tasks import Task
 
 def cache_dir() -> Path:
     """Where downloads go: QPT_DATA_DIR, or ~/.cache/qpt/datasets."""
-    return Path(os.environ.get("QPT_DATA_DIR") or "~/.cache/qpt/datasets").expanduser()
+    return expanded(os.environ.get("QPT_DATA_DIR") or "~/.cache/qpt/datasets")
 
 
 def find_cached(task: Task) -> Path | None:
@@ -36,8 +37,8 @@ def find_cached(task: Task) -> Path | None:
         return None
     named = (os.environ.get(name) for name in ("QPT_DATA_DIR", "DSRL_DATASET_DIR"))
     folders = [*filter(None, named), "~/.cache/qpt/datasets", "~/.dsrl/datasets"]
-    files = (Path(folder).expanduser() / task.data_file for folder in folders)
-    return next((file for file in files if file.is_file()), None)
+    # A folder that cannot be looked into is passed over: most commands can do without it.
+    return next((found for folder in folders if (found := file_at(Path(folder) / task.data_file))), None)
 
 
 def mirrors(task: Task, urls: Sequence[str] = ()) -> list[str]:
@@ -126,13 +127,14 @@ def download(
     a silent connection is waited for.
     """
     name = _file_name(task)
-    at_hand = find_cached(task) if directory is None else Path(directory).expanduser() / name
-    if at_hand is not None and at_hand.is_file():
-        if _recorded(at_hand) is None:  # it did not come by us, or not whole
-            _check_found(at_hand)
+    at_hand = find_cached(task) if directory is None else file_at(Path(directory) / name)
+    if at_hand is not None:
+        with _plain_errors(at_hand):
+            if _recorded(at_hand) is None:  # it did not come by us, or not whole
+                _check_found(at_hand)
         return at_hand
     sources = mirrors(task, urls or ())
-    path = cache_dir() / str(task.data_file) if directory is None else Path(directory).expanduser() / name
+    path = cache_dir() / str(task.data_file) if directory is None else expanded(directory) / name
     report: Progress = progress or (lambda *_: None)
     with _plain_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)

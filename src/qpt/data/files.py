@@ -35,6 +35,7 @@ from qpt.data.checks import (
     plain_value,
 )
 from qpt.data.hdf5 import check_chunks, check_layout, first_links, inside
+from qpt.data.paths import expanded
 from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError, require
 from qpt.writing import write_together
@@ -55,7 +56,7 @@ def read(
     `action_bound` is the largest magnitude of an action, None for any. More than `max_bytes` of data (by default:
     QPT_MAX_BYTES, or three quarters of the machine's memory) are refused before any is read.
     """
-    path = Path(path)
+    path = expanded(path)
     with _defects(path):
         if path.is_dir():
             from qpt.data.minari import read_folder  # an optional extra
@@ -73,7 +74,7 @@ def read(
 
 def look(path: str | Path, *, cost_key: str | None = None, max_bytes: int | None = None) -> None:
     """All of `read` but the values: the structure, the sizes and the notes of an HDF5 file, also Minari's; other kinds pass."""
-    path = Path(path)
+    path = expanded(path)
     with _defects(path):
         limit = default_max_bytes() if max_bytes is None else max_bytes
         if path.is_dir():
@@ -102,7 +103,7 @@ def write(trajectories: Trajectories, path: str | Path, compact: bool = False) -
 
 def write_all(parts: Sequence[tuple[Trajectories, str | Path]], compact: bool = False) -> list[Path]:
     """Write several files, and replace none of the old ones before all are written: parts of a split must not overlap."""
-    paths = [Path(os.path.realpath(path)) for _, path in parts]  # a link stays a link
+    paths = [Path(os.path.realpath(expanded(path))) for _, path in parts]  # a link stays a link
     for path in paths:
         check_ending(path)
     contents = (_content(part, path, compact) for (part, _), path in zip(parts, paths, strict=True))  # one at a time

@@ -58,11 +58,12 @@ def folder_of(name: str) -> Path:
     root = require("minari.storage.datasets_root_dir", "minari")
     try:
         folder = Path(root.get_dataset_path(name))
-    except Exception as error:  # an id that is none
+        there = bool(name) and folder.is_dir()
+    except Exception as error:  # an id that is none, or no permission to look
         raise QptError(
             f"Minari cannot use the id {name!r} ({error}); `minari list local` shows those there are"
         ) from error
-    if not name or not folder.is_dir():
+    if not there:
         raise QptError(f"Minari has no data set {name!r} in {folder.parent}; run: minari download {name}")
     return folder
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from qpt.data.paths import file_at
 from qpt.errors import QptError
 
 _ANSWER = "qpt-validation:"
@@ -40,16 +41,26 @@ def examine(
     max_bytes: int | None = None,
 ) -> _Answer:
     """The answer of `validate`, and what reading noticed that is no defect."""
-    if timeout is None:
-        timeout = 60 + (Path(path).stat().st_size / 2e6 if Path(path).is_file() else 0)
+    timeout = _patience(Path(path)) if timeout is None else timeout
     return _ask("read", path, timeout, max_bytes, {"cost_key": cost_key, "action_bound": action_bound})
 
 
-def look_first(path: str | Path, *, cost_key: str | None = None, timeout: float = 30.0) -> None:
-    """Raise the sentence if the structure of the file is bad; a fifth of a second, whatever the size of the file."""
+def look_first(path: str | Path, *, cost_key: str | None = None, timeout: float | None = None) -> None:
+    """Raise the sentence if the structure of the file is bad; a fifth of a second, whatever the size of the file.
+
+    Of a Minari data set, all arrays of all episodes are looked at, which takes as long as reading them.
+    """
+    if timeout is None:
+        timeout = 30.0 if file_at(path) else _patience(Path(path))
     defect, _ = _ask("look", path, timeout, None, {"cost_key": cost_key})
     if defect is not None:
         raise QptError(defect)
+
+
+def _patience(path: Path) -> float:
+    """Seconds to allow: a minute, and one for each 2 MB of the file, which of a Minari data set lies in its folder."""
+    files = (path, path / "main_data.hdf5", path / "data" / "main_data.hdf5")
+    return 60 + sum(found.stat().st_size for file in files if (found := file_at(file))) / 2e6
 
 
 def _ask(what: str, path: str | Path, timeout: float, max_bytes: int | None, options: dict[str, Any]) -> _Answer:
