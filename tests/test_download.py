@@ -249,6 +249,16 @@ def test_a_file_without_a_length_is_read(server: Server) -> None:
     assert fetch(server).read_bytes() == CONTENT
 
 
+def test_a_file_without_a_length_and_without_an_end_is_refused(
+    server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.length_header = False
+    monkeypatch.setenv("QPT_MAX_BYTES", str(len(CONTENT) - 1))
+    with pytest.raises(QptError, match=r"goes on after [\d,]+ bytes and says no length; see QPT_MAX_BYTES"):
+        fetch(server)
+    assert leftovers(folder) == []
+
+
 @pytest.mark.parametrize("pieces", [17, 3])
 def test_a_chunked_answer_is_read_and_resumed(server: Server, pieces: int) -> None:
     """17 pieces are the whole file; 3 of them stop without the chunk that says: that was all."""
@@ -442,13 +452,21 @@ def test_a_full_disk_is_one_sentence(server: Server, folder: Path, monkeypatch: 
     assert not (folder / NAME).exists()
 
 
-def test_a_disk_that_fills_up_meanwhile_is_one_sentence(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_up_meanwhile_is_one_sentence(
+    server: Server, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(QptError, match="too full"):
         fetch(server)
+    assert len(leftovers(folder)) == 2  # the part and its note, to go on with
+    shutil.rmtree(folder)
+    server.etag = ""
+    with pytest.raises(QptError, match="too full"):
+        fetch(server)
+    assert leftovers(folder) == []  # without a note nothing could go on
 
 
 def test_no_permission_is_one_sentence(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -539,6 +557,10 @@ def test_mirrors_are_ordered_and_completed(monkeypatch: pytest.MonkeyPatch) -> N
         "http://own.example/y.hdf5?download=true",
         f"http://env.example/data/{NAME}",
         "http://a.example/x.hdf5",
+    ]
+    assert mirrors(toy(), ["https://own.example/folder/?sv=1&sig=a/b"]) == [
+        f"https://own.example/folder/{NAME}?sv=1&sig=a/b",
+        f"http://env.example/data/{NAME}",
     ]
 
 

@@ -48,10 +48,16 @@ def mirrors(task: Task, urls: Sequence[str] = ()) -> list[str]:
     for url in [*own, *task.data_urls]:
         if not _is_web(url):
             raise QptError(f"{url!r} is not a web address; only http:// and https:// can be downloaded")
-    found = [*(url if is_file_url(url) else f"{url.rstrip('/')}/{quote(name)}" for url in own), *task.data_urls]
+    found = [*(url if is_file_url(url) else _inside(url, name) for url in own), *task.data_urls]
     if not found:
         raise QptError(f"task {task.name!r} has no address to download from; give one with --url or QPT_DATA_URL")
     return list(dict.fromkeys(found))
+
+
+def _inside(url: str, name: str) -> str:
+    """The address of a file in a folder; what is asked of the folder (?token=1) is asked of the file."""
+    parts = urlsplit(url)
+    return parts._replace(path=f"{parts.path.rstrip('/')}/{quote(name)}").geturl()
 
 
 def _is_web(url: str) -> bool:

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from qpt.data.checks import default_max_bytes
+
 Progress = Callable[[str, int, int | None], None]  # what is going on, bytes so far, bytes in all if known
 
 _CHUNK = 1 << 18
@@ -42,6 +44,15 @@ class Cut(Exception):
 
 def fetch(url: str, part: Path, report: Progress, timeout: float, backoff: float) -> None:
     """Bring `part` to its full length, as long as attempts bring it further."""
+    try:
+        _fetch(url, part, report, timeout, backoff)
+    except BaseException:
+        if not _read_note(part):  # nothing would ever resume it
+            discard(part)
+        raise
+
+
+def _fetch(url: str, part: Path, report: Progress, timeout: float, backoff: float) -> None:
     fruitless, furthest = 0, _size(part)
     for _ in range(_ATTEMPTS):
         try:
@@ -75,11 +86,13 @@ def _attempt(url: str, part: Path, report: Progress, timeout: float) -> None:
         _check_room(part, (total or 0) - have)
         report(host, have, total)
         with part.open("ab" if have else "wb") as file:
-            start = b""
+            start, most = b"", default_max_bytes()
             while have != total and (chunk := _read(response, _CHUNK if total is None else min(_CHUNK, total - have))):
                 if have == len(start) < 8:  # a fresh file: do not fetch gigabytes of something else
                     start = (start + chunk)[:8]
                     check_signature(part, start)
+                if total is None and have + len(chunk) > most:
+                    raise Refused(f"it goes on after {most:,} bytes and says no length; see QPT_MAX_BYTES", True)
                 file.write(chunk)
                 have += len(chunk)
                 report(host, have, total)
