@@ -95,6 +95,8 @@ def test_what_reading_noticed_is_told_by_every_command(
         (["info", "embedded:ballcircle", "--limits", "-1"], 1, "a cost limit is a number from 0 up"),
         (["info", "embedded:ballcircle", "--out", "a.doc"], 1, "end its name in .png"),
         (["augment", "embedded:ballcircle", "--seed", "-1"], 1, "a seed is a whole number of at least 0, not -1"),
+        (["augment", "embedded:ballcircle", "--fraction", "1e12"], 1, "do not fit into memory; ask for fewer"),
+        (["augment", "embedded:ballcircle", "--fraction", "1e300"], 1, "do not fit into memory; ask for fewer"),
         (["augment", "embedded:ballcircle", "--max-reward-decrease", "nan"], 1, "must be 0 or more, not nan"),
         (["convert", "embedded:ballcircle", "a.csv"], 1, "ends in .hdf5 or .npz"),
         (["validate"], 2, "no file is given"),
@@ -224,6 +226,16 @@ def test_augment_reads_the_same_files(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["data", "info", str(tmp_path / "a.npz"), *options]) == 0
     assert main(["data", "augment", str(tmp_path / "a.npz"), *options]) == 0
     assert "relabelled episodes" in capsys.readouterr().out
+
+
+def test_augment_says_whose_constants_it_took(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, told in (
+        (["--task", "BallCircle"], "constants of BallCircle"),
+        (["--task", "BallCircle", "--max-reward", "900"], "constants of BallCircle, but for --max-reward"),
+        (["--max-reward", "900"], "constants chosen from the data, but for --max-reward"),
+    ):
+        assert main(["data", "augment", "embedded:ballcircle", *flags]) == 0
+        assert " ".join(capsys.readouterr().out.split()).endswith(told)
 
 
 def test_wrong_usage_exits_with_2() -> None:

@@ -74,7 +74,9 @@ def augment(
         seed=seed,
         task=row,
     )
-    _show(trajectories, relabelled, source, row)
+    flags = {"--max-reward": max_reward, "--degree": degree, "--max-reward-decrease": max_reward_decrease}
+    given = [flag for flag, value in flags.items() if value is not None]
+    _show(trajectories, relabelled, source, row, given)
     if out is not None:
         title = f"{Path(source).name}: {len(relabelled):,} relabelled episodes, {rule} rule"
         print(f"picture: {plotting.save(room.figure(trajectories, relabelled, title, arrows), out)}")
@@ -86,7 +88,9 @@ def task_of(source: str) -> Task | None:
     return tasks.get(source) or next((t for t in tasks.values() if t.data_file == Path(source).name), None)
 
 
-def _show(trajectories: Trajectories, relabelled: room.Relabelled, source: str, task: Task | None) -> None:
+def _show(
+    trajectories: Trajectories, relabelled: room.Relabelled, source: str, task: Task | None, given: list[str]
+) -> None:
     table = Table(title=Text(source), title_justify="left", title_style="bold", header_style="bold")
     for column in ("", "min", "mean", "max"):
         table.add_column(column, justify="right" if column else "left")
@@ -103,14 +107,16 @@ def _show(trajectories: Trajectories, relabelled: room.Relabelled, source: str, 
         table.add_row(name, *(f"{number:,.1f}" for number in numbers))
     console = Console()
     console.print(table)
-    published = task.name if task is not None and task.augmentation != Augmentation() else None
+    published = task is not None and task.augmentation != Augmentation()
+    constants = f"constants of {task.name}" if task is not None and published else "constants chosen from the data"
     fit = "" if relabelled.fit is None else f"; the fitted frontier has degree {relabelled.fit.degree()}"
     console.print(
         Text(
             f"{len(relabelled):,} relabelled episodes, made from {len(np.unique(relabelled.base)):,} "
             f"of the {len(trajectories):,} there are; "
             f"return targets up to {relabelled.max_reward:,.1f}{fit}; "
-            + (f"constants of {published}" if published else "constants chosen from the data")
+            + constants
+            + (f", but for {' and '.join(given)}" if given else "")
         )
     )
     for note in relabelled.notes:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from qpt.data.checks import default_max_bytes
 from qpt.data.trajectories import Trajectories, pareto
 from qpt.errors import QptError
 from qpt.tasks import Augmentation, Task
@@ -82,6 +83,10 @@ def augment(
         raise QptError(f"there is no augmentation rule {rule!r}; choose paper or osrl")
     if not (math.isfinite(fraction) and fraction >= 0):
         raise QptError(f"the fraction of relabelled episodes must be 0 or more, not {fraction:g}")
+    # The rule "osrl" compares each of them with each logged episode.
+    each = 64 * (len(trajectories) if rule == "osrl" else 1)
+    if fraction * len(trajectories) * each > default_max_bytes():
+        raise QptError(f"{fraction:g} relabelled episodes for each logged one do not fit into memory; ask for fewer")
     if degree is not None and degree < 0:
         raise QptError(f"the degree of the frontier must be 0 or more, not {degree}")
     if not (math.isfinite(beta) and beta > 0 and math.isfinite(min_reward)):
