@@ -193,6 +193,28 @@ def test_surrogates_are_labelled(tmp_path: Path) -> None:
             assert read(write(found, tmp_path / name)).is_surrogate is expected
 
 
+@pytest.mark.parametrize("mark", [True, 1, np.int8(1), 1.0, np.bool_(True)])
+def test_the_mark_of_a_surrogate_may_be_a_number(mark: Any, tmp_path: Path) -> None:
+    path = save(tmp_path / "a.hdf5", arrays())
+    for value, expected in ((mark, True), (type(mark)(0), False)):
+        with h5py.File(path, "a") as file:
+            file.attrs["surrogate"] = value
+        assert read(path).is_surrogate is expected
+        assert read(write(read(path), tmp_path / "b.npz")).is_surrogate is expected
+
+
+@pytest.mark.parametrize("ending", ["hdf5", "npz"])
+def test_notes_that_hdf5_cannot_hold(ending: str, tmp_path: Path) -> None:
+    notes = {"seed": 2**70, "seeds": [2**70, -1], "half \ud800": "x", "zero\0": "y", "most": [2**64 - 1] * 2}
+    found = read(write(replace(tiny_data(), info=notes), tmp_path / f"a.{ending}")).info
+    assert str(found["seed"]) == str(2**70)
+    assert [str(seed) for seed in found["seeds"]] == [str(2**70), "-1"]
+    assert (found["half \ufffd"], found["zero\ufffd"], found["most"]) == ("x", "y", [2**64 - 1] * 2)
+    for key in ("", 1, None):
+        with pytest.raises(QptError, match=r"the note .* cannot be written; the name of a note is a text"):
+            write(replace(tiny_data(), info={key: 2}), tmp_path / f"a.{ending}")
+
+
 @pytest.mark.parametrize("ending", ["hdf5", "npz"])
 def test_notes_of_many_episodes_are_kept(ending: str, tmp_path: Path) -> None:
     data, many = tiny_data(), list(range(100_000))  # far more than 64 KiB, and than a MiB of text
@@ -301,6 +323,14 @@ def test_empty_hdf5_and_inner_file_of_minari(tmp_path: Path) -> None:
         read(tmp_path / "main_data.hdf5")
 
 
+def test_a_file_that_is_being_written_is_not_called_damaged(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.hdf5", arrays())
+    with h5py.File(path, "a") as file:
+        file.flush()
+        found = validate(path)
+    assert found == f"{path}: another process has it open for writing; read it when that is done"
+
+
 def test_the_limit_of_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path / "a.hdf5", arrays())
     with pytest.raises(QptError, match="limit is 500 bytes"):
@@ -309,9 +339,10 @@ def test_the_limit_of_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(QptError, match="limit is 600 bytes"):
         read(path)
     assert "limit is 600 bytes" in (validate(path) or "")
-    monkeypatch.setenv("QPT_MAX_BYTES", "much")
-    with pytest.raises(QptError, match="whole number of bytes"):
-        default_max_bytes()
+    for wrong in ("much", "²"):
+        monkeypatch.setenv("QPT_MAX_BYTES", wrong)
+        with pytest.raises(QptError, match="whole number of bytes"):
+            default_max_bytes()
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -451,6 +482,10 @@ def test_embedded() -> None:
     assert len(cells) > 55
     with pytest.raises(QptError, match="there is: ballcircle"):
         load_dataset("embedded:nothing")
+    with pytest.raises(QptError, match="hazard is missing"):
+        load_dataset("embedded:ballcircle", cost_key="hazard")
+    with pytest.raises(QptError, match=r"actions must lie in \[-0.1, 0.1\]"):
+        load_dataset("embedded:ballcircle", action_bound=0.1)
 
 
 def test_tasks_are_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

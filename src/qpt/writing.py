@@ -41,17 +41,17 @@ def write_together(files: Iterable[tuple[str | Path, bytes | str]], advice: str 
                 file.write(raw)
                 file.flush()
                 os.fsync(file.fileno())
-        for path, temporary in written:
-            if temporary is not None:
-                temporary.replace(path)
+        for path, whole in written:
+            if whole is not None:
+                whole.replace(path)
     except OSError as error:
         kept = "the old file is unchanged" if os.access(path, os.F_OK) else "nothing was written"
         raise QptError(f"{path} cannot be written: {error.strerror or error}; {kept}, {advice}") from error
     finally:
-        for _, temporary in written:
+        for _, left in written:
             with suppress(OSError):  # no permission: nothing to clean up
-                if temporary is not None:
-                    temporary.unlink(missing_ok=True)
+                if left is not None:
+                    left.unlink(missing_ok=True)
     return [path for path, _ in written]
 
 

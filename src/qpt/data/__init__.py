@@ -40,7 +40,7 @@ def load_dataset(source: str | Path, *, cost_key: str | None = None, action_boun
         return read_id(text.removeprefix("minari:"), cost_key=cost_key, action_bound=action_bound)
     if text.startswith("embedded:"):
         with resources.as_file(_embedded(text.removeprefix("embedded:"))) as path:
-            return read(path)
+            return read(path, cost_key=cost_key, action_bound=action_bound)
     path = find(source)
     look_first(path, cost_key=cost_key)
     return read(path, cost_key=cost_key, action_bound=action_bound)

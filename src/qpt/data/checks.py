@@ -128,7 +128,8 @@ def noticed(info: Mapping[str, Any]) -> list[str]:
 def labelled(info: dict[str, Any]) -> dict[str, Any]:
     for key in OF_READING:
         info.pop(key, None)
-    if info.pop("surrogate", False) is True or "surrogate" in str(info.get("note", "")).lower():
+    marked = info.pop("surrogate", False)  # True, or 1 as other programs than h5py write it
+    if (isinstance(marked, int | float) and marked == 1) or "surrogate" in str(info.get("note", "")).lower():
         info["surrogate"] = True
     return info
 
@@ -137,7 +138,7 @@ def default_max_bytes() -> int:
     """QPT_MAX_BYTES, or three quarters of the memory of this machine (64 GiB where that is not known)."""
     text = os.environ.get("QPT_MAX_BYTES")
     if text:
-        if not text.isdigit():
+        if not text.isdecimal():
             raise QptError(f"QPT_MAX_BYTES must be a whole number of bytes, not {text!r}")
         return int(text)
     try:

@@ -73,7 +73,7 @@ def read(
 
 
 def look(path: str | Path, *, cost_key: str | None = None, max_bytes: int | None = None) -> None:
-    """All of `read` but the values: the structure, the sizes and the notes of an HDF5 file, also Minari's; other kinds pass."""
+    """All of `read` but the values: structure, sizes and notes of an HDF5 file, also Minari's; other kinds pass."""
     path = expanded(path)
     with _defects(path):
         limit = default_max_bytes() if max_bytes is None else max_bytes
@@ -102,7 +102,7 @@ def write(trajectories: Trajectories, path: str | Path, compact: bool = False) -
 
 
 def write_all(parts: Sequence[tuple[Trajectories, str | Path]], compact: bool = False) -> list[Path]:
-    """Write several files, and replace none of the old ones before all are written: parts of a split must not overlap."""
+    """Write several files, and replace no old one before all are written: parts of a split must not overlap."""
     paths = [Path(os.path.realpath(expanded(path))) for _, path in parts]  # a link stays a link
     for path in paths:
         check_ending(path)
@@ -116,6 +116,11 @@ def _content(trajectories: Trajectories, path: Path, compact: bool) -> bytes:
         columns["final_observations"] = trajectories.final_observations
     else:
         columns["next_observations"] = trajectories.next_observations()
+    wrong = [key for key in trajectories.info if not isinstance(key, str) or not key]
+    if wrong:
+        raise QptError(
+            f"the note {wrong[0]!r} (in info) cannot be written; the name of a note is a text of some length"
+        )
     info = {key: value for key, value in trajectories.info.items() if key not in OF_READING}
     info |= {"num_trajectories": len(trajectories), "num_steps": trajectories.steps}
     info["layout"] = (
@@ -204,7 +209,7 @@ def _attributes(file: h5py.File) -> dict[str, Any]:
 
 
 def _hdf5_bytes(columns: Mapping[str, npt.NDArray[Any]], info: Mapping[str, Any]) -> bytes:
-    stored = {name: plain for name, value in info.items() if (plain := _storable(value)) is not None}
+    stored = {clean(name): plain for name, value in info.items() if (plain := _storable(value)) is not None}
     # The oldest layout has room for attributes of 64 KiB; lists with an entry for every episode may be longer.
     long = any(getattr(plain, "nbytes", 0) >= 60_000 for plain in stored.values())
     memory = {"driver": "core", "backing_store": False, "block_size": 2**22, "libver": "latest" if long else None}
@@ -228,8 +233,10 @@ def _storable(value: Any) -> Any:
             array = np.array([item.encode() if isinstance(item, str) else item for item in plain])
         except ValueError:  # ragged
             return None
+        if array.dtype.kind not in "iub" and all(isinstance(item, int) for item in plain):  # more than 64 bits
+            array = np.array([str(item).encode() for item in plain])
         return array if array.dtype.kind in "fiubS" and array.nbytes <= _ATTRIBUTE_BYTES else None
-    return plain
+    return str(plain) if isinstance(plain, int) and not -(2**63) <= plain < 2**64 else plain
 
 
 # -- npz ---------------------------------------------------------------------------------------------------------------
@@ -317,6 +324,8 @@ def _defects(path: Path) -> Iterator[None]:
         raise QptError(f"{path}: the data do not fit into memory") from error
     except PermissionError as error:
         raise QptError(f"{path}: there is no permission to read it") from error
+    except BlockingIOError as error:  # libhdf5 locks what it writes
+        raise QptError(f"{path}: another process has it open for writing; read it when that is done") from error
     except Exception as error:  # libhdf5, zipfile and numpy raise nearly every kind on damaged files
         text = str(error)
         found = re.search(r"error message = '([^']+)'", text) or re.search(r"\(([^()]*(?:truncated|eof)[^()]*)", text)

@@ -1,4 +1,4 @@
-"""What an HDF5 file must be before a value of it is read: all of it in the file itself, of filters that load no code."""
+"""What an HDF5 file must be before a value is read: all of it in the file itself, packed so that no code is loaded."""
 
 from __future__ import annotations
 
