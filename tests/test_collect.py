@@ -33,6 +33,7 @@ from qpt.data.trajectories import Trajectories
 from qpt.envs import make_env
 from qpt.envs.toy import stitching, tradeoff
 from qpt.errors import QptError
+from qpt.evaluation import CallablePolicy
 from qpt.tasks import Task
 
 TOY = tradeoff(0).task()
@@ -451,16 +452,84 @@ def hasty(observations: np.ndarray) -> np.ndarray:
 
 def test_a_policy_of_ones_own_is_recorded(tmp_path: Path) -> None:
     wish: dict[str, Any] = {"trajectories": 25, "cost_limits": (5.0, 9.0), "workers": 0, "chunk": 10}
-    name = f"{__name__}:hasty"
-    whole = record_policy(name, TOY, tmp_path / "p", **wish).trajectories
-    assert len(whole) == 25
+    name, told = f"{__name__}:hasty", list[tuple[int, int]]()
+    task = Task(name="Target", env_factory=Target, horizon=20)
+    recorded = record_policy(name, task, tmp_path / "p", report=lambda *at: told.append(at), **wish)
+    whole = recorded.trajectories
+    assert len(whole) == recorded.recorded == 25
     assert (whole.actions == 1.0).all()
-    last = chunks(tmp_path / "p")[-1]
-    # 13 episodes at each limit, five a chunk, the limits in turn: the last one holds three of each
-    assert [len(read_chunk(path)["lengths"]) for path in chunks(tmp_path / "p")] == [10, 10, 6]
-    assert whole.returns[0] == whole.returns[1]  # the same start at both limits, and a policy that knows none
-    last.unlink()  # as if it had been interrupted
-    same(record_policy(name, TOY, tmp_path / "p", **wish).trajectories, whole)
+    # it knows no limit: at each of them it would give the same episodes again
+    assert [len(read_chunk(path)["lengths"]) for path in chunks(tmp_path / "p")] == [10, 10, 5]
+    assert len(np.unique(whole.observations[whole.offsets[:-1]], axis=0)) == 25
+    assert "cost_limits" not in whole.info
+    assert told == [(10, 25), (20, 25), (25, 25)]
+    chunks(tmp_path / "p")[1].unlink()  # as if it had been interrupted
+    same(record_policy(name, task, tmp_path / "p", **wish).trajectories, whole)
+
+
+class Obeys(CallablePolicy):
+    """Its action is a hundredth of its limit."""
+
+    limit_mode = "live"
+
+    def __init__(self, mode: str = "live", trained: float | None = None, weights: str = "a") -> None:
+        super().__init__(lambda o: np.tile(self.limits[:, None] / 100, (1, o.shape[1])))
+        self.limit_mode, self.trained_limit, self.sha256 = mode, trained, {"policy": weights}
+
+    def reset(self, n: int, *, cost_limits: Any, seeds: Any) -> None:  # noqa: ARG002
+        if self.trained_limit is not None and (cost_limits != self.trained_limit).any():
+            raise QptError("trained for another limit")
+        self.limits = np.array(cost_limits)
+
+    def restart(self, indices: Any, *, cost_limits: Any, seeds: Any) -> None:  # noqa: ARG002
+        self.limits[indices] = cost_limits
+
+
+def test_a_policy_that_obeys_limits_begins_anew_at_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qpt.collect.collection._policy", lambda _: Obeys())
+    wish: dict[str, Any] = {"trajectories": 14, "cost_limits": (5.0, 9.0, 70.0), "workers": 0, "chunk": 4}
+    task = Task(name="Target", env_factory=Target, horizon=20)
+    whole = record_policy("x", task, tmp_path / "p", **wish).trajectories
+    limits, counts = np.unique((100 * whole.actions[whole.offsets[:-1], 0]).round(), return_counts=True)
+    assert dict(zip(limits, counts, strict=True)) == {5: 5, 9: 5, 70: 4}
+    assert len(np.unique(whole.observations[whole.offsets[:-1]], axis=0)) == 14
+    assert whole.info["cost_limits"] == [5.0, 9.0, 70.0]
+    for path in chunks(tmp_path / "p")[1:3]:
+        path.unlink()
+    same(record_policy("x", task, tmp_path / "p", **wish).trajectories, whole)
+    monkeypatch.setattr("qpt.collect.collection._policy", lambda _: Obeys(weights="b"))
+    chunks(tmp_path / "p")[-1].unlink()
+    with pytest.raises(QptError, match="other settings"):  # the checkpoint was trained on meanwhile
+        record_policy("x", task, tmp_path / "p", **wish)
+
+
+def test_a_refused_recording_leaves_nothing_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qpt.collect.collection._policy", lambda _: Obeys("trained", 30.0))
+    task = Task(name="Target", env_factory=Target, horizon=20)
+    wish: dict[str, Any] = {"trajectories": 4, "workers": 0}
+    for wrong, match in (
+        ({"cost_limits": (-1.0,)}, "cost limits are finite and not negative"),
+        ({"cost_limits": (5.0,)}, "trained for another limit"),
+        ({"cost_cap": float("nan")}, "the cost cap must be a number of at least 0, not nan"),
+    ):
+        with pytest.raises(QptError, match=match):
+            record_policy("x", task, tmp_path / "p", **wish, **wrong)
+        assert not (tmp_path / "p").exists()
+    data = record_policy("x", task, tmp_path / "p", **wish).trajectories
+    assert data.info["cost_limits"] == [30.0]  # its own, where none is given
+    np.testing.assert_allclose(data.actions, 0.3, atol=1e-6)
+
+
+def test_a_collection_that_recorded_nothing_gives_way(tmp_path: Path, schedule: Path) -> None:
+    wish: dict[str, Any] = {"cost_cap": 5.0, "runs": 1, "workers": 0, "schedule": schedule}
+    with pytest.raises(QptError, match="gives no cost"):
+        collect(Task(name="Bad", env_factory=Costless, horizon=20), tmp_path / "p", steps=100, **wish)
+    (tmp_path / "p" / "run-0").mkdir()  # a worker may leave an empty one
+    assert (tmp_path / "p" / "plan.json").exists()
+    mended = Task(name="Good", env_factory=Target, horizon=20)
+    assert len(collect(mended, tmp_path / "p", steps=200, **wish, trajectories=3).trajectories) == 3
+    with pytest.raises(QptError, match="other settings"):
+        collect(mended, tmp_path / "p", steps=300, **wish)
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
@@ -512,7 +581,8 @@ def test_a_broken_environment_is_told_in_a_sentence(env: Any, match: str, tmp_pa
         (["--task", "BallRum"], "did you mean 'BallRun'"),
         (["--task", "BallRun", "--horizon", "5"], "--horizon is for --env"),
         (["--task", "BallRun", "--workers", "-1"], "there cannot be -1 workers"),
-        (["--task", "BallRun", "--seed", "-1"], "a seed is a number of at least 0"),
+        (["--task", "BallRun", "--seed", "-1"], "a seed is a whole number from 0 to 2**63 - 1"),
+        (["--task", "BallRun", "--seed", str(2**64)], "a seed is a whole number from 0 to 2**63 - 1"),
         (["--task", "BallRun", "--limits", "5"], "--limits are those of --policy"),
         (["--task", "BallRun", "--policy", "a:b", "--runs", "2"], "--policy trains nothing"),
         (["--env", "a:b", "--horizon", "0"], "at least one step"),

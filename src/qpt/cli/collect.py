@@ -67,7 +67,7 @@ def collect_command(
         cost_cap: Leave out episodes that cost more; by default the largest cost in the published data.
         schedule: A TOML file with schedules of your own.
         policy: Record this policy instead of training any: the folder of a checkpoint, or module:function.
-        limits: Cost limits for --policy; by default the task's own.
+        limits: Cost limits for a --policy that takes any; by default the task's own.
         compact: Store final observations instead of next observations: half the size.
         picture: Draw the (cost, return) plane beside the file.
         keep_episodes: Keep OUT.parts with all recorded episodes when done.
@@ -100,7 +100,7 @@ def collect_command(
             with console.status("recording ...") as bar:
                 result = record_policy(
                     policy, facts, folder, cost_limits=limits, cost_cap=cost_cap, **common,
-                    report=lambda done, total: bar.update(f"recorded {done} of {total} episodes at each limit"),
+                    report=lambda done, total: bar.update(f"recorded {done} of {total} episodes"),
                 )  # fmt: skip
         else:
             todo = plans(facts.name, check_cap(facts, cost_cap), seed=seed, runs=runs, steps=steps, file=schedule)

@@ -28,13 +28,14 @@ from qpt.envs import make_env
 from qpt.envs.vector import portable
 from qpt.errors import QptError
 from qpt.tasks import Task, dsrl_tasks, factory_from
-from qpt.writing import alone, write_whole
+from qpt.writing import alone, check_folder, write_whole
 
 PACKAGES = {  # whose versions the data depend on
     "bullet": ("bullet_safety_gym", "pybullet"),
     "safety-gymnasium": ("safety-gymnasium", "mujoco"),
     "metadrive": ("metadrive-simulator", "panda3d"),
 }
+LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -114,29 +115,38 @@ def record_policy(
 ) -> Collected:
     """Record a given policy: the folder of a checkpoint, or "module:function" for a function of observations [n, S].
 
-    The episodes are spread evenly over the cost limits (the task's own by default). Nothing is filtered; with a cost
-    cap, dearer episodes are left out. Finished chunks are kept, so that an interrupted recording goes on.
+    The episodes of a policy that takes any limit are spread evenly over the cost limits (the task's own by default).
+    No two share a seed of the simulator. Nothing is filtered; with a cost cap, dearer episodes are left out. Finished
+    chunks are kept, so that an interrupted recording goes on.
     """
-    from qpt.evaluation import evaluate  # not needed by the worker processes
+    from qpt.evaluation import check, evaluate  # not needed by the worker processes
 
     wanted = check_wanted(trajectories, task)
     check_numbers(seed, workers)
-    limits = tuple(cost_limits) or task.cost_limits
+    if cost_cap is not None and not 0 <= cost_cap < float("inf"):
+        raise QptError(f"the cost cap must be a number of at least 0, not {cost_cap:g}")
     agent = _policy(policy)
+    trained = getattr(agent, "trained_limit", None) if agent.limit_mode == "trained" else None
+    limits = tuple(cost_limits) or (task.cost_limits if trained is None else (float(trained),))
+    check(agent, task, wanted, np.array(limits, np.float64), seed, workers, None)
+    agent.reset(len(limits), cost_limits=np.array(limits), seeds=np.arange(len(limits)))  # may refuse a limit
+    if agent.limit_mode != "live":  # every limit would give the same episodes
+        limits = limits[:1]
     folder = Path(folder)
-    what = {"policy": policy, "limits": list(limits), "seed": seed, "wanted": wanted, "chunk": chunk}
-    with _claimed(folder, {"task": task.name, "horizon": task.horizon, **what}):
-        play = partial(evaluate, agent, task, cost_limits=limits, workers=workers, record=True)
-        _record_chunks(folder, play, -(-wanted // len(limits)), max(chunk // len(limits), 1), seed, report)
+    weights = dict(getattr(agent, "sha256", None) or {})  # the checkpoint at that path may change meanwhile
+    what = {"policy": policy, "weights": weights, "limits": list(limits), "seed": seed, "wanted": wanted}
+    with _claimed(folder, {"task": task.name, "horizon": task.horizon, **what, "chunk": chunk}):
+        play = partial(evaluate, agent, task, workers=workers, record=True)
+        _record_chunks(folder, play, limits, wanted, chunk, seed, report)
         everything = spool.gather([folder])
-    kept = np.flatnonzero(everything.episode_costs[:wanted] <= (np.inf if cost_cap is None else cost_cap))
+    kept = np.flatnonzero(everything.episode_costs <= (np.inf if cost_cap is None else cost_cap))
     if len(kept) == 0:
         raise QptError(f"no recorded episode stays within the cost cap of {cost_cap:g}; raise it, or leave it out")
     notes = {
         **provenance(task, command),
         "seed": seed,
         "policy": policy,
-        "cost_limits": list(limits),
+        **({} if agent.limit_mode == "ignored" else {"cost_limits": list(limits)}),
         "method": "episodes of a given policy",
         "recorded_episodes": len(everything),
         "simulator_steps": everything.steps,
@@ -161,21 +171,38 @@ def choose(folders: list[Path], task: Task, cap: float, wanted: int, seed: int) 
 
 
 def _record_chunks(
-    folder: Path, play: Callable[..., Any], each: int, size: int, seed: int, report: Callable[[int, int], None] | None
+    folder: Path,
+    play: Callable[..., Any],
+    limits: Sequence[float],
+    wanted: int,
+    size: int,
+    seed: int,
+    report: Callable[[int, int], None] | None,
 ) -> None:
-    """Play `each` episodes at every limit, `size` of them at a time; chunks that are there already are not played."""
+    """Play the wanted episodes, spread over the limits, in chunks of `size` that each have one limit and a seed.
+
+    (An evaluation at several limits gives them the same seeds of the simulator, to compare them: here those would be
+    copies.) Chunks that are there already are not played.
+    """
     done = {int(path.name.split("-")[0]) for path in spool.chunks(folder)}
-    for number, start in enumerate(range(0, each, size)):
-        count = min(size, each - start)
+    shares = [wanted // len(limits) + (k < wanted % len(limits)) for k in range(len(limits))]
+    todo = [
+        (limit, min(size, share - start))
+        for start in range(0, max(shares), size)
+        for limit, share in zip(limits, shares, strict=True)
+        if start < share
+    ]
+    told = 0
+    for number, (limit, count) in enumerate(todo):
         if number not in done:
             own = int(np.random.SeedSequence([seed, number]).generate_state(1)[0] >> 1)
-            data: Trajectories = play(episodes=count, seed=own).trajectories
-            data = data.select(np.arange(len(data)).reshape(-1, count).T.ravel())  # the limits in turn
+            data: Trajectories = play(episodes=count, cost_limits=(limit,), seed=own).trajectories
             arrays = {name: getattr(data, name) for name in (*spool.STEPS, "final_observations", "lengths")}
             unknown = {"env_seed": np.full(len(data), -1), "mean_action": np.zeros(len(data), bool)}
             spool.append_arrays(folder, number, {**arrays, **unknown})
+        told += count
         if report is not None:
-            report(start + count, each)
+            report(told, wanted)
 
 
 def own_task(reference: str, horizon: int | None, cost_cap: float | None) -> Task:
@@ -212,8 +239,8 @@ def check_wanted(trajectories: int | None, task: Task) -> int:
 
 
 def check_numbers(seed: int, workers: int | None) -> None:
-    if seed < 0:
-        raise QptError(f"a seed is a number of at least 0, not {seed}")
+    if not 0 <= seed < 2**63:  # the file has room for no more
+        raise QptError(f"a seed is a whole number from 0 to 2**63 - 1, not {seed}; choose another")
     if workers is not None and workers < 0:
         raise QptError(f"there cannot be {workers} workers; give 0 to stay in this process, or leave it out")
 
@@ -251,17 +278,26 @@ def remove(folder: Path) -> None:
 def _claimed(folder: Path, plan: dict[str, Any]) -> Iterator[None]:
     """Take a new folder, or one that was begun with the same plan; nobody else may work in it meanwhile."""
     file, text = folder / "plan.json", json.dumps(plan, indent=1)
-    if not file.exists():
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise QptError(f"{folder} exists and is no collection of ours; choose another --out or move it away")
-        write_whole(file, text)
-    elif file.read_text(encoding="utf-8") != text:
-        raise QptError(
-            f"{folder} holds a collection that was begun with other settings; finish it with the command it was begun "
-            "with, or delete that folder to begin anew"
-        )
-    with alone(folder / ".lock", f"collecting into {folder}"):
+    ours = not folder.exists() or file.exists() or (folder.is_dir() and {p.name for p in folder.iterdir()} <= {LOCK})
+    if not ours:
+        raise QptError(f"{folder} exists and is no collection of ours; choose another --out or move it away")
+    check_folder(folder)
+    with alone(folder / LOCK, f"collecting into {folder}"):
+        if not file.exists() or file.read_text(encoding="utf-8") != text:
+            if not _empty(folder):
+                raise QptError(
+                    f"{folder} holds a collection that was begun with other settings; finish it with the command it "
+                    "was begun with, or delete that folder to begin anew"
+                )
+            write_whole(file, text)
         yield
+
+
+def _empty(folder: Path) -> bool:
+    """Whether nothing was recorded yet: a command that was refused must not stand in the way of the corrected one."""
+    return all(
+        path.name in ("plan.json", LOCK) or (path.is_dir() and not any(path.iterdir())) for path in folder.iterdir()
+    )
 
 
 def _short(plan: Plan) -> dict[str, Any]:

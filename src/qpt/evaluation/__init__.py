@@ -23,6 +23,7 @@ __all__ = [
     "EpisodePolicy",
     "Episodes",
     "RandomPolicy",
+    "check",
     "episode_seeds",
     "evaluate",
 ]
@@ -56,7 +57,7 @@ def evaluate(
     """
     task = get_task(task) if isinstance(task, str) else task
     limits = np.asarray(cost_limits, np.float64).reshape(-1)
-    _check(policy, task, episodes, limits, seed, workers, slots)
+    check(policy, task, episodes, limits, seed, workers, slots)
     total = episodes * len(limits)
     single = one_per_process(task)
     fork = None if single else getattr(type(policy), "fork", None)  # of its class: a wrapper must say so itself
@@ -111,9 +112,10 @@ def evaluate(
     )
 
 
-def _check(
+def check(
     policy: EpisodePolicy, task: Task, episodes: int, limits: Floats, seed: int, workers: int | None, slots: int | None
 ) -> None:
+    """Refuse what `evaluate` cannot do with these arguments, in a sentence."""
     for needed in ("limit_mode", "observation_dim"):
         if not hasattr(policy, needed):
             raise QptError(
