@@ -619,6 +619,10 @@ def test_what_exists_is_not_overwritten(tmp_path: Path, schedule: Path, capsys: 
     assert "--overwrite" in capsys.readouterr().err
     assert main(["collect", "--task", "BallRun", "--out", str(tmp_path / "old.txt")]) == 1
     assert ".hdf5 or .npz" in capsys.readouterr().err
+    (tmp_path / "new.png").write_text("mine")
+    assert main(["collect", "--task", "BallRun", "--out", str(tmp_path / "new.hdf5")]) == 1
+    assert "new.png exists; give another --out, --no-picture, or --overwrite" in capsys.readouterr().err
+    assert not (tmp_path / "new.hdf5.parts").exists()
     collect(TOY, tmp_path / "parts", steps=100, runs=1, cost_cap=CAP, workers=0, schedule=schedule)
     with pytest.raises(QptError, match="other settings"):
         collect(TOY, tmp_path / "parts", steps=200, runs=1, cost_cap=CAP, workers=0, schedule=schedule)

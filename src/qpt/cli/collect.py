@@ -71,7 +71,7 @@ def collect_command(
         compact: Store final observations instead of next observations: half the size.
         picture: Draw the (cost, return) plane beside the file.
         keep_episodes: Keep OUT.parts with all recorded episodes when done.
-        overwrite: Replace a file that exists.
+        overwrite: Replace a file that exists, and its picture.
     """
     began = time.monotonic()
     if (task is None) == (env is None):
@@ -80,6 +80,9 @@ def collect_command(
         raise QptError(f"a data set is written as .hdf5 or .npz, not as {out.name!r}; change the ending of --out")
     if out.exists() and not overwrite:
         raise QptError(f"{out} exists; give another --out, or --overwrite to replace it")
+    drawing = out.with_suffix(".png")
+    if picture and drawing.exists() and not overwrite:
+        raise QptError(f"{drawing} exists; give another --out, --no-picture, or --overwrite to replace it")
     if limits and policy is None:
         raise QptError("--limits are those of --policy; leave them out, or name a policy to record")
     if policy is not None and any(given is not None for given in (runs, steps, schedule)):
@@ -113,7 +116,7 @@ def collect_command(
         raise
     write(result.trajectories, out, compact=compact)
     if picture:
-        draw(result, facts, out)
+        draw(result, facts, drawing)
     if not keep_episodes:
         remove(folder)
     print(_summary(result, facts, out, time.monotonic() - began))
@@ -143,7 +146,7 @@ def _whose(task: Task) -> str:
     return "DSRL" if task.name in dsrl_tasks() else "the task"
 
 
-def draw(result: Collected, task: Task, out: Path) -> None:
+def draw(result: Collected, task: Task, drawing: Path) -> None:
     """The (cost, return) plane beside the file, with the published data's extremes."""
     from qpt import plotting
 
@@ -162,7 +165,7 @@ def draw(result: Collected, task: Task, out: Path) -> None:
         if task.cost_max is not None:
             axes.axvline(task.cost_max, **style)
             axes.set_xlim(right=max(axes.get_xlim()[1], task.cost_max * 1.04))
-        plotting.save(figure, out.with_suffix(".png"))
+        plotting.save(figure, drawing)
     except QptError as error:  # the data matter more than their picture
         print(f"no picture: {error}", file=sys.stderr)
 
