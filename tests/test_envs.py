@@ -393,6 +393,39 @@ def test_an_observation_that_is_no_number_is_told_at_its_step(value: float) -> N
         wrap_env(own).reset(seed=0)
 
 
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ((np.zeros(2), 1.0, False, {"cost": 0.0}), r"step\(\) of Mine must give five values, not 4"),
+        (None, r"step\(\) of Mine must give five values, not 1"),
+        ((np.zeros(2), np.ones(1), False, False, {"cost": 0.0}), r"Mine gave a reward of array\(\[1.\]\) at step 0"),
+        ((np.zeros(2), 1.0, False, False, {"cost": None}), "Mine gave a cost of None at step 0; make it a single"),
+        ((np.zeros(2), 1.0, [0.5], False, False, {}), r"Mine gave a cost of \[0.5\] at step 0"),
+        ((np.zeros(2), 1.0, False, False, None), "Mine gives an info that is no dict"),
+    ],
+)
+def test_a_step_that_is_not_gymnasiums_is_told(result: Any, message: str) -> None:
+    own = Own()
+    own.step = lambda _: result  # type: ignore[method-assign]
+    env = wrap_env(own, name="Mine")
+    env.reset(seed=0)
+    with pytest.raises(QptError, match=message):
+        env.step(np.zeros(2))
+
+
+def test_a_reset_that_is_not_gymnasiums_is_told() -> None:
+    own = Own()
+    own.reset = lambda: (np.zeros(2), {})  # type: ignore[method-assign]
+    with pytest.raises(QptError, match=r"reset\(\) of Mine takes no seed; write it as reset\(self, \*, seed=None"):
+        wrap_env(gymnasium.Wrapper(own), name="Mine").reset(seed=0)
+    own.reset = lambda **_: np.zeros(2)  # type: ignore[method-assign]  # it would unpack, too
+    with pytest.raises(QptError, match=r"reset\(\) of Mine gives no observation and info"):
+        wrap_env(own, name="Mine").reset(seed=0)
+    own.reset = lambda **_: len(1)  # type: ignore[method-assign,arg-type]
+    with pytest.raises(TypeError, match="has no len"):  # a fault of its own keeps its traceback
+        wrap_env(own, name="Mine").reset(seed=0)
+
+
 def test_an_environment_that_cannot_draw_is_told() -> None:
     env = wrap_env(Own(), name="Mine")  # its render() is Gymnasium's, which raises NotImplementedError
     env.reset(seed=0)
@@ -421,6 +454,7 @@ def test_own_environment(six: bool) -> None:
     [
         (Own(actions=Discrete(4)), r"Discrete\(4\)"),
         (Own(actions=Box(-np.inf, np.inf, (2,))), "finite bounds"),
+        (Own(actions=Box(0, 2, (2,), np.int64)), "actions of type int64"),
         (Own(observations=Box(0, 1, (4, 4))), "FlattenObservation"),
         (object(), "observations None"),
     ],

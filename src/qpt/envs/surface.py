@@ -79,11 +79,23 @@ class SafeEnv(gymnasium.Env[Array, Array]):
         super().reset(seed=seed)
         if seed is None and self._simulator.always_seed:
             seed = int(self.np_random.integers(SEEDS))
-        observation, info = self._simulator.reset(None if seed is None else int(seed))
+        observation, info = self._reset(None if seed is None else int(seed))
         self._steps, self._running = 0, True
         out = np.empty(self._observation_shape, np.float32)
         self._observe(observation, out)
         return out, info
+
+    def _reset(self, seed: int | None) -> tuple[Any, dict[str, Any]]:
+        wanted = "write it as reset(self, *, seed=None, options=None), to give (observation, info)"
+        try:
+            result = self._simulator.reset(seed)
+        except TypeError as error:
+            if "unexpected keyword argument 'seed'" not in str(error):
+                raise
+            raise QptError(f"reset() of {self.name} takes no seed; {wanted}") from error
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            raise QptError(f"reset() of {self.name} gives no observation and info; {wanted}")
+        return result[0], result[1]
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         action = np.asarray(action, np.float32)
@@ -103,7 +115,15 @@ class SafeEnv(gymnasium.Env[Array, Array]):
         if not self._running:
             raise QptError(f"{self.name}: there is no running episode; call reset() before step()")
         result = self._step(action)
-        if len(result) == 6:
+        count = len(result) if isinstance(result, (tuple, list)) else 1
+        if count not in (5, 6):
+            raise QptError(
+                f"step() of {self.name} must give five values, not {count}; write it for Gymnasium, to give "
+                "(observation, reward, terminated, truncated, info)"
+            )
+        if not isinstance(result[-1], dict):
+            raise QptError(f'{self.name} gives an info that is no dict; make it one, with the cost in info["cost"]')
+        if count == 6:
             observation, reward, cost, terminated, truncated, info = result
         else:
             observation, reward, terminated, truncated, info = result
@@ -111,7 +131,8 @@ class SafeEnv(gymnasium.Env[Array, Array]):
                 cost = info["cost"]
             except KeyError:
                 raise QptError(f'{self.name} gives no cost; put one into info["cost"] at every step') from None
-        info["cost"] = cost = float(cost)
+        reward, cost = self._number("reward", reward), self._number("cost", cost)
+        info["cost"] = cost
         if not (cost >= 0 and math.isfinite(cost + reward)):
             why = "costs must not be negative" if cost < 0 else "what is not a number would count as no cost"
             raise QptError(
@@ -122,7 +143,15 @@ class SafeEnv(gymnasium.Env[Array, Array]):
         truncated = not terminated and (bool(truncated) or self._steps >= self._last)
         self._running = not (terminated or truncated)
         self._observe(observation, out)
-        return float(reward), terminated, truncated, info
+        return reward, terminated, truncated, info
+
+    def _number(self, what: str, value: Any) -> float:
+        try:
+            if np.ndim(value) == 0:  # older versions of numpy take an array of one for a number
+                return float(value)
+        except (TypeError, ValueError):
+            pass
+        raise QptError(f"{self.name} gave a {what} of {value!r} at step {self._steps}; make it a single number")
 
     def _observe(self, observation: Any, out: Array) -> None:
         shape = observation.shape if type(observation) is np.ndarray else np.shape(observation)
@@ -171,13 +200,19 @@ def wrap_env(env: Any, horizon: int | None = None, *, name: str | None = None) -
         )
     if not isinstance(actions, Box) or len(actions.shape) != 1:
         raise QptError(f"{name} has actions {actions}, but only flat Box (continuous) action spaces can be used")
+    if not np.issubdtype(actions.dtype, np.floating):
+        raise QptError(
+            f"{name} has actions of type {actions.dtype} ({actions}), which would cut off what a policy gives; "
+            "make its action_space a Box of np.float32"
+        )
     if not (np.isfinite(actions.low).all() and np.isfinite(actions.high).all()):
         raise QptError(f"{name} has actions without finite bounds ({actions}); give its action_space a low and a high")
     dtype, low, high = actions.dtype, actions.low.astype(np.float64), actions.high.astype(np.float64)
 
     def scaled_step(action: Array) -> tuple[Any, ...]:
         scaled = low + 0.5 * (action.astype(np.float64) + 1.0) * (high - low)
-        return tuple(env.step(np.clip(scaled, low, high).astype(dtype)))
+        result: tuple[Any, ...] = env.step(np.clip(scaled, low, high).astype(dtype))
+        return result
 
     same = dtype == np.float32 and bool((low == -1).all() and (high == 1).all())
     simulator = Simulator(
