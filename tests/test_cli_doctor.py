@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -74,6 +75,32 @@ def test_sick_tasks_are_reported_and_the_rest_goes_on(
     assert "signal 6" in found["Dies"]["detail"]
     assert "no wheels" in found["Raises"]["detail"]
     assert "hung" in found["Hangs"]["detail"]
+
+
+def test_what_an_environment_prints_and_brackets_in_its_name_do_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "chatty.py").write_text(
+        textwrap.dedent(
+            """
+            import os, gymnasium, numpy as np
+            class Chats(gymnasium.Env):
+                observation_space = action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+                def reset(self, seed=None, options=None): return np.zeros(1), {}
+                def step(self, action): print(".", end=""); return np.zeros(1), 0.0, False, False, {"cost": 0}
+            class Dies(Chats):
+                def step(self, action): os.abort()
+            """
+        )
+    )
+    rows = "".join(f'[[task]]\nname = "My[v{i}]"\nenv = "chatty:{n}"\n' for i, n in enumerate(["Chats", "Dies"]))
+    (tmp_path / "tasks.toml").write_text(rows)
+    monkeypatch.setenv("QPT_TASKS", str(tmp_path / "tasks.toml"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    assert main(["doctor", "--tasks", "My[v0]", "My[v1]"]) == 1
+    first, second = (line.split() for line in capsys.readouterr().out.splitlines() if "My[" in line)
+    assert first[:3] == ["My[v0]", "custom", "ok"]
+    assert second[:3] == ["My[v1]", "custom", "FAILS"]
 
 
 def test_missing_simulator_names_the_command(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def child(steps: int, names: Sequence[str]) -> None:
             row = (name, True, f"{speed:.0f} steps/s")
         except Exception as error:  # whatever a simulator raises is the finding
             row = (name, False, str(error) if isinstance(error, QptError) else f"{type(error).__name__}: {error}")
-        print("doctor " + json.dumps(row), flush=True)
+        print("\ndoctor " + json.dumps(row), flush=True)  # on a line of its own, whatever the simulator has printed
 
 
 def mend(findings: Sequence[Finding]) -> list[str]:
@@ -149,7 +149,8 @@ def show(report: dict[str, Any], as_json: bool) -> None:
             console.print(f"{suite}: {', '.join(found)}", highlight=False)
     table = Table("task", "suite", "", "", box=None, pad_edge=False)
     for row in report["tasks"]:
-        table.add_row(row["task"], row["suite"], "[green]ok[/]" if row["ok"] else "[red]FAILS[/]", Text(row["detail"]))
+        fate = "[green]ok[/]" if row["ok"] else "[red]FAILS[/]"
+        table.add_row(Text(row["task"]), row["suite"], fate, Text(row["detail"]))  # names may hold [brackets]
     console.print(table)
     good = sum(row["ok"] for row in report["tasks"])
     console.print(f"{good} of {len(report['tasks'])} tasks run ({report['seconds']} s)")
