@@ -651,12 +651,42 @@ def test_what_exists_is_not_overwritten(tmp_path: Path, schedule: Path, capsys: 
             "above, of the penalty of .* rising shares",
         ),
         ("[default\n", "not valid TOML"),
+        ("default = 5\n", r"\[default\] in .* must be a table, not 5"),
     ],
 )
 def test_bad_schedules_get_one_sentence(text: str, match: str, tmp_path: Path) -> None:
     (tmp_path / "s.toml").write_text(text)
     with pytest.raises(QptError, match=match):
         plans("BallRun", 80.0, file=tmp_path / "s.toml")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("gamma", 1.0), ("gae", 1.5), ("minibatch", 0), ("epochs", 0), ("hidden", 0), ("batch", -5), ("kp", -1.0),
+        ("learning_rate", "nan"), ("learning_rate", 0.0), ("clip", "nan"), ("kl_stop", "inf"), ("log_std", "nan"),
+        ("multiplier", -0.5), ("multiplier_max", -1.0), ("last_rate", -1.0), ("weight", "nan"), ("weight", -1),
+    ],
+)  # fmt: skip
+def test_settings_of_a_schedule_have_bounds(key: str, value: Any, tmp_path: Path) -> None:
+    setting = f"{key} = {value}"
+    if key == "weight":
+        setting = f"penalty = {{ of = ['v'], {setting}, above = [[0, 1]] }}"
+    (tmp_path / "s.toml").write_text(f"[default]\n{setting}\nruns = [{{ limits = [[0, 1]] }}]\n")
+    with pytest.raises(QptError, match=rf"{key}.* not {value}$") as told:
+        plans("BallRun", 80.0, file=tmp_path / "s.toml")
+    assert "[default] in" in str(told.value)
+
+
+def test_the_table_that_is_missing_can_be_copied_from_the_message(tmp_path: Path) -> None:
+    file, rest = tmp_path / "s.toml", "runs = [{ limits = [[0, 1]] }]\n"
+    for name, header in (("heater.Heater", '["heater.Heater"]'), ("My_Task-1", "[My_Task-1]")):
+        file.write_text(f"[Other]\n{rest}")
+        with pytest.raises(QptError) as told:
+            plans(name, 80.0, file=file)
+        assert f"neither a table {header} nor" in str(told.value)
+        file.write_text(f"{header}\n{rest}")
+        assert plans(name, 80.0, file=file)[0].limits == ((0.0, 80.0),)
 
 
 def test_every_schedule_can_be_read_and_interpolates() -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from qpt.algorithms.fields import check_fields
+
 Floats = npt.NDArray[np.floating[Any]]
 Float32s = npt.NDArray[np.float32]
 Flags = npt.NDArray[np.bool_]
@@ -43,6 +45,16 @@ class Settings:
     multiplier: float = 0.5  # to begin with
     multiplier_max: float = 4.0
     rate: bool = False  # limit the cost a step (times the horizon): else a policy may learn to end episodes early
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            **dict.fromkeys(("batch", "epochs", "minibatch", "hidden"), "at least 1"),
+            **dict.fromkeys(("learning_rate", "clip", "kl_stop"), "above 0"),
+            **dict.fromkeys(("last_rate", "entropy", "kp", "ki", "kd", "multiplier", "multiplier_max"), "at least 0"),
+            gamma="from 0 to below 1",
+            gae="from 0 to 1",
+        )
 
 
 # -- the multiplier ----------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import tomllib
 from dataclasses import asdict, dataclass, fields, replace
 from importlib import resources
@@ -61,11 +63,14 @@ def plans(
     where = str(file or "schedules.toml")
     name = task if task in tables else "velocity" if task.endswith("Velocity") and "velocity" in tables else "default"
     if name not in tables:
-        raise QptError(f"{where} has neither a table [{task}] nor a table [default]; add one of them")
+        raise QptError(f"{where} has neither a table {_header(task)} nor a table [default]; add one of them")
+    here = f"{_header(name)} in {where}"
+    if not isinstance(tables[name], dict):
+        raise QptError(f"{here} must be a table, not {tables[name]!r}")
     table = dict(tables[name])
     rows = table.pop("runs", None)
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) and "limits" in row for row in rows):
-        raise QptError(f"[{name}] in {where} needs runs = [{{ limits = [[share, limit], ...] }}, ...]")
+        raise QptError(f"{here} needs runs = [{{ limits = [[share, limit], ...] }}, ...]")
     if runs is not None and runs < 1:
         raise QptError(f"a collection needs at least one run, not {runs}")
     if steps is not None and steps < 1:
@@ -73,13 +78,18 @@ def plans(
     result = []
     for number in range(runs or len(rows)):
         row = {**table, **rows[number % len(rows)]}
-        limits = _points(row.pop("limits"), cap, f"limits of [{name}] in {where}")
-        penalty = _penalty(row.pop("penalty", None), f"[{name}] in {where}")
+        limits = _points(row.pop("limits"), cap, f"limits of {here}")
+        penalty = _penalty(row.pop("penalty", None), here)
         count = row.pop("steps", 300_000)
         if not isinstance(count, int) or count < 1:
-            raise QptError(f"steps of [{name}] in {where} must be a positive whole number, not {count!r}")
-        result.append(Plan(number, seed, steps or count, limits, _settings(row, f"[{name}] in {where}"), penalty))
+            raise QptError(f"steps of {here} must be a positive whole number, not {count!r}")
+        result.append(Plan(number, seed, steps or count, limits, _settings(row, here), penalty))
     return result
+
+
+def _header(name: str) -> str:
+    """How TOML writes a table's name: a dot outside quotes would nest it."""
+    return f"[{name}]" if re.fullmatch(r"[A-Za-z0-9_-]+", name) else f"[{json.dumps(name, ensure_ascii=False)}]"
 
 
 def _tables(file: Path | None) -> dict[str, Any]:
@@ -92,14 +102,15 @@ def _tables(file: Path | None) -> dict[str, Any]:
         raise QptError(f"the schedule {file} is not valid TOML: {error}") from error
 
 
-def _points(rows: Any, cap: float, where: str) -> Points:
-    def number(value: Any) -> bool:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
+
+def _points(rows: Any, cap: float, where: str) -> Points:
     good = (
         isinstance(rows, list)
         and rows
-        and all(isinstance(r, list) and len(r) == 2 and all(map(number, r)) for r in rows)
+        and all(isinstance(r, list) and len(r) == 2 and all(map(_number, r)) for r in rows)
     )
     if not good or any(r[0] < 0 or r[1] < 0 for r in rows) or [r[0] for r in rows] != sorted({r[0] for r in rows}):
         raise QptError(f"{where} must be [share, value] pairs with rising shares, such as [[0, 0.1], [1, 1]]")
@@ -110,8 +121,10 @@ def _penalty(row: Any, where: str) -> Penalty | None:
     if row is None:
         return None
     good = isinstance(row, dict) and set(row) == {"of", "weight", "above"} and isinstance(row["of"], list) and row["of"]
-    if not good or not all(isinstance(key, str) for key in row["of"]) or not isinstance(row["weight"], (int, float)):
+    if not good or not all(isinstance(key, str) for key in row["of"]):
         raise QptError(f'penalty of {where} must look like {{ of = ["x_velocity"], weight = 1.0, above = [[0, 2.0]] }}')
+    if not _number(row["weight"]) or row["weight"] < 0:
+        raise QptError(f"weight, of the penalty of {where}, must be a number of at least 0, not {row['weight']!r}")
     return Penalty(
         tuple(row["of"]), float(row["weight"]), _points(row["above"], 1.0, f"above, of the penalty of {where},")
     )
@@ -126,4 +139,7 @@ def _settings(row: dict[str, Any], where: str) -> Settings:
         wanted = (int, float) if known[key] is float else known[key]
         if not isinstance(value, wanted) or (isinstance(value, bool) and known[key] is not bool):
             raise QptError(f"{key} of {where} must be of type {known[key].__name__}, not {value!r}")
-    return replace(Settings(), **{k: known[k](v) for k, v in row.items()})
+    try:
+        return replace(Settings(), **{k: known[k](v) for k, v in row.items()})
+    except QptError as error:
+        raise QptError(f"{where}: {error}") from None
