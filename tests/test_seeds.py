@@ -126,10 +126,10 @@ def test_a_seed_that_fails_does_not_stop_the_others(
 ) -> None:
     log = Session._log
 
-    def diverging(self: Session, rate: float) -> None:
+    def diverging(self: Session) -> None:
         if self.config.seed == 1 and self.step >= 6:
             raise QptError("training diverged: loss is nan at step 6")
-        log(self, rate)
+        log(self)
 
     monkeypatch.setattr(Session, "_log", diverging)
     with pytest.raises(QptError, match="1 of 3 seeds failed, the others are saved; seed 1: training diverged"):
