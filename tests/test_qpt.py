@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from qpt.algorithms import candidates
 from qpt.algorithms.base import Context, Spec, discounted_limit
 from qpt.algorithms.qpt import QPT, QPTConfig
 from qpt.data.sampling import WindowBatch
+from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError
 from qpt.policy import Policy
 
@@ -463,10 +464,11 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
 
     step = context.steps[row, n - 1] if c.noise_mode == "step" else torch.tensor(0)
     noise = episode_normal(context.seeds[row : row + 1], step[None], 2 * c.candidates)[0]
+    size = max(abs(context.return_target[row].item()), 0.1 * (method.spec.return_max - method.spec.return_min))
     best, best_value, least, least_value = None, -np.inf, None, np.inf
     scored = []
     for j in range(c.candidates):
-        dr = 0.0 if j == 0 else noise[j].item() * c.rtg_noise * abs(context.return_target[row].item())
+        dr = 0.0 if j == 0 else noise[j].item() * c.rtg_noise * size
         dc = 0.0 if j == 0 else noise[c.candidates + j].item() * c.ctg_noise * min(aim, most).item()
         r, g = context.return_to_go[row, :n].clone(), told - spent
         if c.noise_mode == "step":
@@ -490,7 +492,7 @@ def slow_decision(method: QPT, context: Context, row: int) -> tuple[torch.Tensor
             parts.append(context.steps[row, n - 1 : n].double() * 2 / method.spec.horizon - 1)
             blind = list(parts)
         if c.budget_critics:
-            scale = max(method.spec.cost_max, 1.0)
+            scale = method.spec.cost_max
             parts.append(cost_to_go[-1:].clamp(0, scale) * 4 / scale)
             blind.append(torch.zeros(1).double())
         tested = [action]
@@ -719,6 +721,9 @@ def test_selection_rules() -> None:
     assert infeasible.tolist() == [False, True]
     method.config = replace(method.config, fallback="ignore")
     assert candidates.choose(method, context, actions, reward_q, cost_q)[0].tolist() == [1, 3]
+    for weight, expected in ((0.1, 3), (10.0, 2)):  # Q^r of 3 and 4 for costs that differ by 1
+        method.config = replace(method.config, fallback="tradeoff", tradeoff=weight)
+        assert candidates.choose(method, context, actions, reward_q, cost_q)[0].tolist() == [1, expected]
     method.config = replace(method.config, selection="tradeoff", tradeoff=0.1)
     expected = (reward_q - 0.1 * cost_q).argmax(1)
     assert torch.equal(candidates.choose(method, context, actions, reward_q, cost_q)[0], expected)
@@ -736,6 +741,122 @@ def test_a_draw_never_takes_what_fails_the_test() -> None:
     chosen, infeasible = candidates.choose(method, context, actions, reward_q, cost_q)
     assert chosen.tolist() == [1]
     assert not infeasible.any()
+
+
+def test_draws_follow_the_scores_and_a_way_out_is_not_drawn() -> None:
+    """By a softmax of Q^r among what passes; where nothing passes, always the least cost."""
+    n = 4000
+    method, _ = make(candidates=4, selection="constrained", choice="softmax")
+    one = random_context(method, 1)
+    context = one.rows(torch.zeros(n, dtype=torch.long))._replace(seeds=torch.arange(n))
+    actions, reward_q = torch.zeros(n, 4, 1).double(), torch.tensor([[0.0, 1.0, 2.0, 9.0]] * n).double()
+    cost_q = context.now(context.cost_to_go)[:, None] + torch.tensor([[-1.0, -1.0, -1.0, 99.0]]).double()
+    chosen, _ = candidates.choose(method, context, actions, reward_q, cost_q)
+    shares, expected = torch.bincount(chosen, minlength=4) / n, torch.softmax(reward_q[0, :3], 0)
+    assert shares[3] == 0
+    torch.testing.assert_close(shares[:3].double(), expected, atol=0.04, rtol=0)  # five standard deviations
+    failing = cost_q + torch.tensor([[90.0, 70.0, 80.0, 0.0]]).double()
+    chosen, infeasible = candidates.choose(method, context, actions, reward_q, failing)
+    assert infeasible.all()
+    assert (chosen == 1).all()
+
+
+def test_an_offset_makes_the_test_stricter() -> None:
+    method, _ = make(candidates=2, selection="constrained", budget_critics=False)
+    context = random_context(method, 1)
+    actions, reward_q = torch.zeros(1, 2, 1).double(), torch.tensor([[1.0, 2.0]]).double()
+    cost_q = context.now(context.cost_to_go)[:, None] + torch.tensor([[-3.0, -1.0]]).double()
+    for offset, expected in ((0.0, 1), (2.0, 0)):
+        method.config = replace(method.config, test_offset=offset)
+        assert candidates.choose(method, context, actions, reward_q, cost_q)[0].item() == expected
+
+
+def test_candidates_differ_also_where_the_target_is_nothing() -> None:
+    method, _ = make(candidates=4, rtg_noise=0.2, ctg_noise=0.0)
+    context = random_context(method, 1)._replace(return_target=torch.zeros(1).double())
+    moved, _ = candidates.shifts(method, context, 4)
+    assert moved[0, 0] == 0
+    assert len(set(moved[0].tolist())) == 4
+    spread = 0.2 * 0.1 * (method.spec.return_max - method.spec.return_min)
+    torch.testing.assert_close(
+        moved[0], candidates.draw(method, context, 4, candidates.SHIFT)[0, :4] * spread * torch.tensor([0, 1, 1, 1])
+    )
+
+
+@pytest.mark.parametrize("price", [1.0, 5.0, 0.01])
+def test_a_margin_is_in_the_unit_of_the_costs(price: float) -> None:
+    """At most what it is for costs of 1: a cost that is worth a hundredth of that has a hundredth of the margin."""
+    data = tiny_data()
+    data = Trajectories.from_arrays(
+        data.observations, data.actions, data.rewards, data.costs * price, data.terminals, data.timeouts
+    )
+    method = QPT(replace(QPTConfig(), **SMALL), Spec.from_data(data))
+    assert method.margin == pytest.approx(0.5 * min(price, 1))
+    batch, draw = method.make_sampler(data, torch.device("cpu"), 1).sample(), torch.zeros(8)
+    _, budget = method.features(batch.observations, batch.cost_to_go, batch.steps)
+    seen, _ = method.features(batch.observations, torch.full_like(batch.cost_to_go, method.spec.cost_max), batch.steps)
+    torch.testing.assert_close(
+        seen[..., -1], torch.full_like(seen[..., -1], 4)
+    )  # whatever the unit, the dearest episode's cost looks the same
+    assert (budget[..., -1] == 0).all()
+    assert method.critic_loss(batch, draw)[0].isfinite()
+
+
+@pytest.mark.parametrize(
+    ("changes", "horizon", "refused"),
+    [
+        ({}, None, False),
+        ({}, 30, True),
+        ({"time_critics": False}, None, True),
+        ({"discount": 0.99, "cost_discount": 0.99}, 30, False),
+        ({"discount": 0.99}, 30, True),
+    ],
+)
+def test_critics_without_a_discount_need_an_end(changes: dict[str, Any], horizon: int | None, refused: bool) -> None:
+    data = tiny_data()
+    data = Trajectories.from_arrays(  # all are cut off by time
+        data.observations, data.actions, data.rewards, data.costs, data.terminals * 0, data.terminals | data.timeouts
+    )
+    method = QPT(replace(QPTConfig(), **SMALL | changes), Spec.from_data(data, horizon))
+    if not refused:
+        method.make_sampler(data, torch.device("cpu"), 0)
+        return
+    with pytest.raises(QptError, match=r"give --horizon 20 with time critics, or --discount 0\.99"):
+        method.make_sampler(data, torch.device("cpu"), 0)
+    plain = QPT(replace(QPTConfig.preset("transformer"), **SMALL), method.spec)
+    plain.make_sampler(data, torch.device("cpu"), 0)  # has no critics
+
+
+def test_the_networks_are_of_the_papers_depth_and_the_heads_differ_by_a_tanh() -> None:
+    method, batch = make()
+    for critics in (method.reward_critics, method.cost_critics, method.target_reward_critics):
+        assert [tuple(weight.shape) for weight in critics.weights] == [(2, 7, 16), (2, 16, 16), (2, 16, 16), (2, 16, 1)]
+    method.head.weight.data *= 10
+    raw = method.policy(batch).atanh()
+    method.config = replace(method.config, head="linear")
+    torch.testing.assert_close(method.policy(batch), raw)
+    assert raw.abs().max() > 1
+    with torch.no_grad():
+        acted = candidates.decide(method.eval(), random_context(method, 3)).actions
+    assert acted.abs().max() == 1  # clamped
+
+
+def test_each_switch_takes_away_its_own_part() -> None:
+    for name in ("reward", "cost"):
+        method, batch = make(**{f"train_with_{name}_critic": False})
+        sizes = [torch.ones(()).double()] * 2
+        loss, metrics = method.policy_loss(batch, method.policy(batch), sizes)
+        assert f"policy/{name}_q" not in metrics
+        other = {"reward": "cost", "cost": "reward"}[name]
+        sign = {"reward": -1, "cost": 1}[other]
+        q = metrics[f"policy/{other}_q"]
+        scale = {"reward": 10.0, "cost": 10.0}[other]  # the data's constants, as the critics scale them
+        torch.testing.assert_close(loss, metrics["policy/imitation"] + sign * 0.1 * q / scale)
+    data, cpu = tiny_data(), torch.device("cpu")
+    logged = QPT(replace(QPTConfig(), **SMALL, augmentation=False), Spec.from_data(data)).make_sampler(data, cpu, 0)
+    more = QPT(replace(QPTConfig(), **SMALL), Spec.from_data(data)).make_sampler(data, cpu, 0)
+    assert len(logged._start) == len(data)
+    assert len(more._start) > len(data)
 
 
 def test_without_clipping_a_step_is_taken_all_the_same() -> None:
@@ -859,6 +980,7 @@ def test_horizon_budget_is_an_even_discounted_spend() -> None:
         ({"decay": 2.0}, "decay must be from 0 to 1"),
         ({"n_step": -1}, "n_step must be at least 1"),
         ({"context": 1}, "a context of at least 2"),
+        ({"budget_critics": False, "unfit_penalty": 0.5}, "an unfit penalty needs budget critics"),
     ],
 )
 def test_impossible_configs_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -870,31 +992,98 @@ def test_without_critics_one_step_is_a_context() -> None:
     assert replace(QPTConfig.preset("transformer"), context=1).context == 1
 
 
+# What the paper"s table names, and what it leaves open: CDT"s choices, and everything off that goes beyond it.
+TABLE = {
+    "steps": 100000,
+    "batch_size": 2048,
+    "context": 10,
+    "width": 128,
+    "layers": 3,
+    "heads": 8,
+    "dropout": 0.1,
+    "attention_dropout": 0.1,
+    "critic_width": 256,
+    "lr": 0.0001,
+    "critic_lr": 0.0001,
+    "weight_decay": 0.0001,
+    "betas": (0.9, 0.999),
+    "warmup": 500,
+    "clip": 0.25,
+    "critic_clip": 0.25,
+    "ema": 0.995,
+    "critic_ema": 0.995,
+    "discount": 0.99,
+    "cost_discount": 0.99,
+    "eta_reward": 0.1,
+    "eta_cost": 0.1,
+    "candidates": 50,
+}
+OPEN = {
+    "return_scale": 0.1,
+    "cost_scale": 1.0,
+    "cost_offset": 50.0,
+    "head": "tanh",
+    "augmentation": True,
+    "augmentation_rule": "paper",
+    "augmentation_fraction": 0.2,
+    "weighting": "low-cost",
+    "cost_ceiling": 70.0,
+    "n_step": None,
+    "bootstrap": "policy",
+    "reward_expectile": 0.9,
+    "cost_expectile": 0.1,
+    "budget_critics": False,
+    "budget_margin": 0.5,
+    "unfit_penalty": None,
+    "time_critics": False,
+    "cost_reduction": "min",
+    "reward_scale": 0.1,
+    "critic_cost_scale": 1.0,
+    "clamp_cost": False,
+    "careful_costs": False,
+    "careful_return": 0.9,
+    "train_with_reward_critic": True,
+    "train_with_cost_critic": True,
+    "cost_term": "all",
+    "normalizer": "batch",
+    "normalizer_floor": 0.01,
+    "decay": 0.0,
+    "history": None,
+    "limit_factor": 1.0,
+    "frugality": None,
+    "inference_with_candidates": True,
+    "rtg_noise": 0.05,
+    "ctg_noise": 0.0,
+    "action_noise": 0.0,
+    "noise_mode": "episode",
+    "cost_test": "literal",
+    "test_offset": 0.0,
+    "test_radius": 0.0,
+    "support": 0.0,
+    "fallback": "least-cost",
+    "selection": "constrained",
+    "tradeoff": 1.0,
+    "choice": "argmax",
+    "targets": "published",
+    "target_factor": 1.0,
+    "reward_reduction": "min",
+}
+
+
 def test_paper_preset_is_the_papers_table() -> None:
-    c = QPTConfig.preset("paper")
-    assert (c.layers, c.heads, c.width, c.context, c.batch_size, c.lr, c.betas) == (
-        3,
-        8,
-        128,
-        10,
-        2048,
-        1e-4,
-        (0.9, 0.999),
-    )
-    assert (c.dropout, c.clip, c.critic_clip, c.candidates, c.cost_test, c.cost_reduction) == (
-        0.1,
-        0.25,
-        0.25,
-        50,
-        "literal",
-        "min",
-    )
-    assert (c.bootstrap, c.n_step, c.budget_critics, c.normalizer, c.selection) == (
-        "policy",
-        None,
-        False,
-        "batch",
-        "constrained",
-    )
+    """All of it, so that no default that changes gets into it unseen."""
+    paper = QPTConfig.preset("paper")
+    assert {name: value for name, value in asdict(paper).items() if name in TABLE} == TABLE
+    assert {name: value for name, value in asdict(paper).items() if name not in TABLE} == OPEN
     with pytest.raises(QptError, match="no preset"):
         QPTConfig.preset("papre")
+
+
+def test_the_default_draws_every_episode() -> None:
+    """Whatever limit may be asked for later: weights that fall with the cost leave out whole tasks' dear episodes."""
+    data = tiny_data()
+    method = QPT(replace(QPTConfig(), **SMALL | {"batch_size": 4096}, augmentation=False), Spec.from_data(data))
+    batch = method.make_sampler(data, torch.device("cpu"), 0).sample()
+    of = {row.tobytes(): episode for row, episode in zip(data.observations, data.episode_of_step, strict=True)}
+    seen = np.bincount([of[row.tobytes()] for row in batch.observations[:, 0].numpy()], minlength=len(data))
+    assert (seen > 0.5 * seen.mean()).all()

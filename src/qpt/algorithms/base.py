@@ -45,6 +45,7 @@ class Spec:
     augmentation: Augmentation = field(default_factory=Augmentation)
     task: str | None = None
     surrogate: bool = False
+    cost_unit: float = 1.0  # the largest cost of a step, at most 1: what counts as little depends on it
     published: tuple[Sequence[float], ...] | None = None  # the task's (return, cost) pairs; None: of an older version
 
     @classmethod
@@ -55,6 +56,9 @@ class Spec:
                 f"the longest episode has {data.lengths.max()} steps but the horizon is {horizon}; "
                 "give a larger --horizon"
             )
+        for what, sums in (("rewards", data.returns_to_go), ("costs", data.costs_to_go)):
+            if not np.isfinite(sums).all():
+                raise QptError(f"the sums of {what} are beyond any float32; give the {what} in a larger unit")
         std = data.observations.std(0, dtype=np.float64)
         pareto = data.pareto_episodes()
         return cls(
@@ -68,6 +72,7 @@ class Spec:
             return_min=float(data.returns.min()),
             return_max=float(data.returns.max()),
             cost_max=float(data.episode_costs.max()),
+            cost_unit=min(1.0, float(data.costs.max())) or 1.0,
             mean_return_to_go=float(np.abs(data.returns_to_go).mean(dtype=np.float64)),
             mean_cost_to_go=float(data.costs_to_go.mean(dtype=np.float64)),
             augmentation=task.augmentation if task else Augmentation(),

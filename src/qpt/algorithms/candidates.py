@@ -51,7 +51,7 @@ FIELDS = frozenset(
 def decide(method: QPT, context: Context) -> Decision:
     """One of the candidates' actions a_j with Q^c(s, a_j) <= remaining budget: best by Q^r, or as `choose` is told."""
     c, told, context = method.config, frugal(method, context), aimed(method, context)
-    if not c.inference_with_candidates or c.candidates == 1:
+    if not c.inference_with_candidates:
         actions = propose(method, told, 1)[:, 0]
         return Decision(actions, {"fallback": torch.zeros(actions.shape[0], device=actions.device)})
     if not method.uses_critics:
@@ -59,6 +59,8 @@ def decide(method: QPT, context: Context) -> Decision:
             "this policy was trained without critics and cannot choose among candidates; "
             "leave inference_with_candidates off"
         )
+    if c.candidates == 1:  # nothing to choose, and still worth telling whether it passes
+        return among(method, told, context, 1)
     # A graph (on a GPU, or exported with the noise as its input) does the same work whatever the values are.
     graph = context.last.device.type == "cuda" or context.noise is not None
     if c.selection == "shield" and not c.support and not graph:
@@ -122,6 +124,9 @@ def frugal(method: QPT, context: Context) -> Context:
     return told._replace(cost_to_go=told.cost_to_go - (told.cost_limit - asked_cost)[:, None])
 
 
+LEAST_SPREAD = 0.1  # of the range of logged returns: the least that the spread of return targets is relative to
+
+
 class Draw(NamedTuple):
     """Random numbers that a decision needs: so many, from the episode's seed, a stream, and maybe the step."""
 
@@ -167,8 +172,10 @@ def shifts(method: QPT, context: Context, count: int) -> tuple[Tensor, Tensor]:
         return nothing, nothing
     noise = torch.unflatten(draw(method, context, count, SHIFT), 1, (2, count))
     noise[:, :, 0] = 0
+    # Where the target is near 0, a share of it would make all candidates the same.
+    size = context.return_target.abs().clamp(min=LEAST_SPREAD * (method.spec.return_max - method.spec.return_min))
     return (
-        noise[:, 0] * c.rtg_noise * context.return_target.abs()[:, None],
+        noise[:, 0] * c.rtg_noise * size[:, None],
         noise[:, 1] * c.ctg_noise * context.cost_limit.clamp(max=method.spec.cost_max)[:, None],
     )
 
@@ -281,7 +288,7 @@ def choose(
         if c.cost_test == "horizon":
             remaining = (method.spec.horizon - context.now(context.steps)).clamp(min=1).to(budget.dtype)
             budget = discounted_limit(budget.clamp(min=0), remaining, c.cost_discount)
-        margin = c.budget_margin if c.budget_critics else 0.0
+        margin = method.margin if c.budget_critics else 0.0
         feasible = cost_q + c.test_offset <= budget[:, None] + margin
         if c.cost_test == "none":
             feasible = torch.ones_like(feasible)
@@ -295,7 +302,8 @@ def choose(
     if c.choice == "softmax":  # drawn by the Gumbel trick, from the episode's own noise
         # Rounded to 1 a draw would be infinite, and with it what must not be chosen.
         uniform = draw(method, context, value.shape[1], CHOOSE).clamp(max=1 - 2**-24)
-        value = value - torch.log(-torch.log(uniform))
+        drawn = value - torch.log(-torch.log(uniform))
+        value = torch.where(infeasible[:, None], value, drawn)  # a way out is not left to chance
     chosen = value.argmax(1)
     if c.selection == "shield":  # also where the choice is drawn
         chosen = torch.where(feasible[:, 0], 0, chosen)

@@ -33,6 +33,7 @@ from qpt.algorithms.qpt_config import QPTConfig, Reduction
 from qpt.algorithms.targets import expectile_loss, n_step_targets
 from qpt.data.sampling import WindowBatch, WindowSampler
 from qpt.data.trajectories import Trajectories
+from qpt.errors import QptError
 from qpt.nets.mlp import StackedMLP, run_together
 from qpt.nets.transformer import TrajectoryTransformer
 
@@ -69,7 +70,7 @@ class QPT(nn.Module):
             dropout=config.dropout,
             attention_dropout=config.attention_dropout,
             return_scale=config.return_scale or 10 / largest,
-            cost_scale=config.cost_scale or 10 / max(spec.cost_max, 1.0),
+            cost_scale=config.cost_scale or 10 / max(spec.cost_max, spec.cost_unit),
             cost_offset=config.cost_offset,
         )
         self.head = nn.Linear(config.width, spec.action_dim)
@@ -96,7 +97,8 @@ class QPT(nn.Module):
         self.register_buffer("frontier", pareto, persistent=False)  # costs and returns, and what was never reached
         self.frontier: Tensor
         self.reward_scale = config.reward_scale or 10 / max(spec.mean_return_to_go, 1e-6)
-        self.cost_scale = config.critic_cost_scale or 10 / max(spec.mean_cost_to_go, 1.0)
+        self.cost_scale = config.critic_cost_scale or 10 / max(spec.mean_cost_to_go, spec.cost_unit)
+        self.margin = config.budget_margin * spec.cost_unit
         self.n_step = config.n_step or config.context
         # All four switches off leave the plain conditional transformer, which needs no critics.
         self.uses_critics = (
@@ -131,6 +133,15 @@ class QPT(nn.Module):
     # -- data ----------------------------------------------------------------------------------------------------------
 
     def make_sampler(self, data: Trajectories, device: torch.device, seed: int) -> WindowSampler:
+        c, horizon = self.config, self.spec.horizon
+        if self.uses_critics and max(c.discount, c.cost_discount) == 1 and not data.terminals.any():
+            longest = int(data.lengths.max())
+            if not c.time_critics or longest < horizon:  # nothing that values without a discount could settle on
+                raise QptError(
+                    "no logged episode comes to an end for the critics, which have a discount of 1: none has a terminal"
+                    + (f", or reaches the horizon of {horizon} steps" if c.time_critics else "")
+                    + f"; give --horizon {longest} with time critics, or --discount 0.99 --cost-discount 0.99"
+                )
         return relabelled_windows(self.config, self.spec, data, device, seed)
 
     # -- networks ------------------------------------------------------------------------------------------------------
@@ -149,7 +160,9 @@ class QPT(nn.Module):
         if not self.config.budget_critics:
             seen = torch.cat(parts, -1)
             return seen, seen
-        most = max(self.spec.cost_max, 1.0)  # what is left beyond the dearest episode makes no difference
+        most = max(
+            self.spec.cost_max, self.spec.cost_unit
+        )  # what is left beyond the dearest episode makes no difference
         budget = budgets.clamp(0.0, most)[..., None] * (4 / most)
         return torch.cat([*parts, budget], -1), torch.cat([*parts, torch.zeros_like(budget)], -1)
 
@@ -240,7 +253,7 @@ class QPT(nn.Module):
             cost_target, _ = n_step_targets(costs, cost_value, batch.mask, ended, c.cost_discount, self.n_step)
             fits = valid
             if c.budget_critics:  # what the logged steps and the least continuation cost must fit the budget
-                fits = valid & (cost_target <= (budgets + c.budget_margin) * self.cost_scale)
+                fits = valid & (cost_target <= (budgets + self.margin) * self.cost_scale)
                 if c.unfit_penalty is not None:  # a spent budget is seen as 0, and says nothing of what fits 0
                     worse = reward_value - c.unfit_penalty * self.spec.mean_return_to_go * self.reward_scale
                     reward_target = torch.where(fits, reward_target, worse)
@@ -263,7 +276,7 @@ class QPT(nn.Module):
                 reward_goal = self.reduce(goals[0], c.reward_reduction)
                 cost_goal = self.reduce(goals[1], c.cost_reduction)
                 if c.budget_critics:
-                    fits = batch.mask & (cost_goal <= (budgets + c.budget_margin) * self.cost_scale)
+                    fits = batch.mask & (cost_goal <= (budgets + self.margin) * self.cost_scale)
                 else:
                     fits = batch.mask
             value_loss = masked_mean(expectile_loss(reward_goal - values[0], c.reward_expectile), fits)

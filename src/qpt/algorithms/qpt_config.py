@@ -75,7 +75,8 @@ class QPTConfig:
     """Reward critics know the remaining budget, drawn at random in training, and value only continuations whose least
     cost (by the cost critics) fits it; needs bootstrap "expectile"."""
     budget_margin: float = 0.5
-    """Cost by which a continuation may exceed the budget and still count as fitting: the critics are not exact."""
+    """Cost by which a continuation may exceed the budget and still count as fitting, in training and in the test with
+    budget critics: they are not exact. In units of the largest cost of a step where that is below 1."""
     unfit_penalty: float | None = None
     """With budget critics: an action whose least cost does not fit the budget is learned to be worth the state's value
     less this share of the mean return-to-go; None leaves such actions out, and what they are worth to chance."""
@@ -154,9 +155,9 @@ class QPTConfig:
     candidates: int = 50
     """Target pairs tried in one pass."""
     rtg_noise: float = 0.2
-    """Spread of the candidates' return targets, relative to the target (preset paper: 5 %; the paper names none). Wide
-    enough that some ask for far less: when the policy's own action fails the test, they are the way out (measured in
-    docs/comparison.md)."""
+    """Spread of the candidates' return targets, relative to the target, or to a tenth of the range of logged returns
+    where that is more (preset paper: 5 %; the paper names none). Wide enough that some ask for far less: when the
+    policy's own action fails the test, they are the way out (measured in docs/comparison.md)."""
     ctg_noise: float = 0.1
     """Spread of the candidates' cost-to-go, relative to the limit (paper: 0; measured in docs/results.md)."""
     action_noise: float = 0.0
@@ -164,7 +165,8 @@ class QPTConfig:
     noise_mode: Literal["episode", "step"] = "episode"
     """Noise drawn once an episode (paper), or anew on the last token of each step (one shared history, faster)."""
     cost_test: Literal["literal", "horizon", "none"] = "literal"
-    """Feasible: Q^c <= cost-to-go (paper), <= the cost-to-go spent evenly and discounted, or everything."""
+    """Feasible: Q^c <= cost-to-go (paper; with budget critics and their margin), <= the cost-to-go spent evenly and
+    discounted (which needs a cost_discount below 1), or everything."""
     test_offset: float = 0.0
     """Added to Q^c in the test (see `qpt calibrate`)."""
     test_radius: float = 0.0
@@ -182,7 +184,7 @@ class QPTConfig:
     tradeoff: float = 1.0
     """λ of the trade-off, in reward per cost as the data scale them."""
     choice: Literal["argmax", "softmax"] = "argmax"
-    """Take the best score, or draw by softmax over feasible ones."""
+    """Take the best score, or draw by softmax over feasible ones (the fallback is never drawn)."""
     targets: Literal["data", "published"] = "data"
     """Return target for a limit: the best logged return within it, or that of the task's published pairs, interpolated
     (where a task has none, as with "data")."""
@@ -211,6 +213,8 @@ class QPTConfig:
             raise QptError('careful costs need bootstrap "expectile"; add --no-careful-costs, or leave it so')
         if self.careful_costs and self.noise_mode != "episode":
             raise QptError('careful costs need noise_mode "episode": no shared history shows a policy that is careful')
+        if self.unfit_penalty is not None and not self.budget_critics:
+            raise QptError("an unfit penalty needs budget critics; leave it out, or add --budget-critics")
         trained = self.train_with_reward_critic or self.train_with_cost_critic or self.inference_with_candidates
         if trained and self.context < 2:  # only ends of episodes would have a target
             raise QptError("critics learn from the steps that follow in a window; give a context of at least 2")
