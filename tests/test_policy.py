@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qpt.algorithms import candidates
-from qpt.algorithms.base import Context
+from qpt.algorithms.base import Context, Decision
 from qpt.algorithms.qpt import QPT
 from qpt.checkpoint import MANIFEST
 from qpt.errors import QptError
@@ -72,6 +72,63 @@ def test_episodes_side_by_side_equal_episodes_alone() -> None:
             alone[0].restart([0])
 
 
+def test_the_fallback_share_counts_failed_tests_of_running_rows_since_they_began() -> None:
+    method, _ = make(candidates=3, selection="constrained")
+    policy = policy_of(method, 3, [2.0, 5.0, 9.0])
+    failed = {1: 0.0, 4: 1.0, 6: 0.0, 9: 1.0}  # at these steps, in rows that run; 0 elsewhere too
+    decide = method.act
+    rng, expected = np.random.default_rng(0), np.zeros((2, 3))
+
+    def told(context: Context) -> Decision:
+        decision = decide(context)
+        decision.diagnostics["fallback"][:] = torch.tensor([failed.get(step, 0.0), 1.0, 0.0])
+        return decision
+
+    method.act = told  # type: ignore[method-assign]
+    for step in range(12):
+        active = rng.random(3) < 0.6
+        policy.act(rng.normal(size=(3, 3)), active)
+        policy.observe(np.zeros(3), np.zeros(3))
+        expected += np.stack([active, active * [failed.get(step, 0.0), 1.0, 0.0]])
+        if step == 5:
+            policy.restart([0])
+            expected[:, 0] = 0
+    np.testing.assert_allclose(policy.diagnostics()["fallback_share"], expected[1] / np.maximum(expected[0], 1))
+
+
+def test_a_single_candidate_is_tested_too() -> None:
+    """There is nothing else to take, but whoever asks shall hear that it fails."""
+    method, _ = make(candidates=1)
+    method.target_cost_critics.biases[-1].data += 1000 * method.cost_scale
+    policy, bare = policy_of(method, 2), policy_of(make(inference_with_candidates=False)[0], 2)
+    for one, share in ((policy, 1.0), (bare, 0.0)):
+        one.act(np.zeros((2, 3)))
+        one.observe([0, 0], [0, 0])
+        assert one.diagnostics()["fallback_share"].tolist() == [share] * 2
+
+
+def test_a_target_factor_multiplies_what_the_data_suggest() -> None:
+    method, _ = make(candidates=1, target_factor=0.8)
+    policy = policy_of(method, 1, 5.0)
+    assert policy.return_targets[0] == pytest.approx(0.8 * method.spec.suggest_return(5.0, method.config.frugality))
+
+
+@pytest.mark.parametrize("flags", [[0, 1], ["True", "False"], [1.0, np.nan], [True, None], [[True], [True, False]]])
+def test_flags_are_flags(flags: Any) -> None:
+    """Numbers of rows, which other calls take, would pass for them."""
+    with pytest.raises(QptError, match="active flags"):
+        policy_of(make(candidates=1)[0], 2).act(np.zeros((2, 3)), flags)
+
+
+def test_a_reset_that_fails_begins_nothing() -> None:
+    policy = policy_of(make(candidates=1)[0], 2)
+    for limits in (torch.ones(2, requires_grad=True), [10**400, 1], [1j, 2]):
+        with pytest.raises(QptError, match="a cost limit is a finite number"):
+            policy.reset(2, cost_limits=limits)
+        with pytest.raises(QptError, match="reset"):
+            policy.act(np.zeros((2, 3)))
+
+
 def test_a_new_limit_changes_the_next_decision_and_its_targets() -> None:
     method, _ = make(candidates=1)
     policy, same = policy_of(method, 1, 3.0), policy_of(method, 1, 3.0)
@@ -129,9 +186,10 @@ def test_policy_refuses_misuse_in_a_sentence() -> None:
         policy.act(np.zeros((2, 3)))
     clamped = Policy(method.eval(), past_horizon="clamp", dtype=torch.float64)
     clamped.reset(1, cost_limits=1.0)
-    for _ in range(method.spec.horizon + 3):
+    for _ in range(method.spec.horizon + method.context + 3):  # beyond all embeddings of steps that there are
         clamped.act(np.zeros((1, 3)))
         clamped.observe([0], [0])
+    assert (clamped._window["steps"] == method.spec.horizon - 1).all()
 
 
 def test_a_decision_waits_for_its_outcome_whichever_rows_are_next() -> None:
@@ -265,6 +323,10 @@ def test_a_decision_is_a_number_or_an_error() -> None:
         lambda p: p.act([["a", "b", "c"]] * 2),
         lambda p: p.act([[1, 2, 3], [1, 2]]),
         lambda p: p.act(np.zeros((2, 3)), [[True], [True, False]]),
+        lambda p: p.act(np.full((2, 3), 1j)),
+        lambda p: p.act(torch.zeros(2, 3, requires_grad=True)),
+        lambda p: p.act([[10**400, 0, 0]] * 2),
+        lambda p: (p.act(np.zeros((2, 3))), p.observe([0, 10**400], [0, 0])),
         lambda p: (p.act(np.zeros((2, 3))), p.observe(["a", 1], [0, 0])),
         lambda p: (p.act(np.zeros((2, 3))), p.observe([0, 0], [{}, 1])),
     ],

@@ -11,6 +11,8 @@ import numpy.typing as npt
 from qpt.errors import QptError
 
 Doubles = npt.NDArray[np.float64]
+# Texts, or rows of several lengths; numbers beyond any type; tensors with a gradient, or on another device.
+UNREADABLE = (TypeError, ValueError, OverflowError, RuntimeError)
 
 
 class Running(ABC):
@@ -92,7 +94,7 @@ class Running(ABC):
         self._shown = np.zeros(n, bool)  # the window holds the current step already: its decision failed, and may again
         try:
             self.restart(np.arange(n), cost_limits=cost_limits, return_targets=return_targets, seeds=seeds)
-        except QptError:  # nothing has begun, least of all with a limit and a target of 0
+        except BaseException:  # nothing has begun, least of all with a limit and a target of 0
             self.count = 0
             raise
 
@@ -164,9 +166,9 @@ class Running(ABC):
             raise QptError(
                 f"act needs observations of shape [{self.count}, {self.observation_dim}], not {list(seen.shape)}"
             )
-        running = np.ones(self.count, bool) if active is None else _numbers("active flags", active, bool).copy()
-        if running.shape != (self.count,):
-            raise QptError(f"act needs {self.count} active flags, one for each row, not {list(running.shape)}")
+        running = np.ones(self.count, bool) if active is None else _numbers("active flags", active).copy()
+        if running.dtype != bool or running.shape != (self.count,):  # row numbers would be taken for flags
+            raise QptError(f"act needs {self.count} active flags, True or False, one for each row, not {active!r}")
         if not np.isfinite(seen[running]).all():
             raise QptError("an observation holds NaN or infinite values; the policy cannot decide on it")
         if self._acted is not None and self._acted.any():
@@ -286,10 +288,12 @@ class Running(ABC):
         return rows
 
 
-def _numbers(what: str, values: Any, kind: npt.DTypeLike) -> npt.NDArray[Any]:
+def _numbers(what: str, values: Any, kind: npt.DTypeLike | None = None) -> npt.NDArray[Any]:
     try:
+        if np.iscomplexobj(values):
+            raise TypeError("they are complex")
         return np.asarray(values, kind)
-    except (TypeError, ValueError) as error:  # texts, or rows of several lengths
+    except UNREADABLE as error:
         raise QptError(f"{what} are an array of numbers, which this is not: {error}") from error
 
 
@@ -299,7 +303,7 @@ def _each(
     """The values of so many rows, where one value is that of all; refused unless they are what they must be."""
     try:
         found = np.broadcast_to(np.asarray(values).astype(kind, casting="same_kind"), count)
-    except (TypeError, ValueError):  # no such numbers, or not so many
+    except UNREADABLE:  # or not so many
         found = np.full(1, np.nan)
     if not (np.isfinite(found) & (found >= least)).all():
         raise QptError(f"{what}, one for all or one for each of {count}, not {values}")
