@@ -163,7 +163,7 @@ def test_train_from_end_to_end(data: Path, tmp_path: Path, capsys: pytest.Captur
     assert "already holds a run; add --resume" in capsys.readouterr().err
     longer = TINY.replace("--steps 4", "--steps 6").split()
     assert main([*run, *longer, "--resume", "--lr", "0.5"]) == 1
-    assert "began with other settings (lr)" in capsys.readouterr().err
+    assert "began with other settings (--lr 0.0003)" in capsys.readouterr().err
     assert main(["train", "--data", str(data), "--out", str(tmp_path / "new"), *longer, "--resume"]) == 1
     assert "nothing to resume" in capsys.readouterr().err
 
@@ -332,3 +332,14 @@ def test_train_help_shows_the_flags_of_the_chosen_method(capsys: pytest.CaptureF
     for help_text in (ours, theirs):  # the three that choose the others stand there once each
         for flag in ("--algorithm", "--preset", "--config"):
             assert len(re.findall(rf"^\W*{flag} ", help_text, re.MULTILINE)) == 1, flag
+
+
+@pytest.mark.parametrize("args", [["train", "--task", ""], ["train", "--config="], ["evaluate", "--out", ""]])
+def test_an_empty_argument_is_not_taken_for_none(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args) == 2
+    assert "is empty; is a variable of the shell not set?" in capsys.readouterr().err
+
+
+def test_seeds_need_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--task", "BallCircle", "--seeds"]) == 1
+    assert "--seeds needs numbers" in capsys.readouterr().err

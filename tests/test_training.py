@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import qpt
 from dying import PLACES, killed_while_training
@@ -29,6 +29,7 @@ from qpt import checkpoint, logs
 from qpt.algorithms.base import Spec
 from qpt.algorithms.bc import BC, BCConfig
 from qpt.algorithms.qpt import QPT, QPTConfig
+from qpt.data.trajectories import Trajectories
 from qpt.envs.toy import stitching
 from qpt.errors import QptError
 from qpt.policy import Policy
@@ -201,6 +202,113 @@ def test_a_file_that_is_of_no_run_stays(tmp_path: Path) -> None:
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("metrics.csv", "mine")]
 
 
+def test_a_folder_that_is_not_the_runs_gets_a_sentence_and_stays(tmp_path: Path) -> None:
+    data, out = tiny_data(), tmp_path / "run"
+    run = train(config(out, config=replace(TINY, steps=6)), data).folder
+    inner = checkpoint.resolve(run)
+    for resume in (False, True):
+        with pytest.raises(QptError, match="is itself a checkpoint; give the folder of its run"):
+            train(config(inner, resume=resume), data)
+    with pytest.raises(QptError, match="is one checkpoint; the best is looked for in the folder of its run"):
+        checkpoint.resolve(inner, "best")
+    before = (out / "metrics.jsonl").read_text()
+    (out / "checkpoints").rename(tmp_path / "elsewhere")
+    (out / "checkpoints").symlink_to(tmp_path / "not mounted")
+    with pytest.raises(QptError, match="is a link to nothing"):
+        train(config(out, resume=True), data)
+    (out / "checkpoints").unlink()
+    with pytest.raises(QptError, match=r"other settings \(--seed 0\)"):  # it has no checkpoint, and is another run
+        train(config(out, resume=True, seed=1), data)
+    facts = (out / "run.json").read_text()
+    (out / "run.json").write_text('{"mine": 1}')
+    with pytest.raises(QptError, match=r"holds a file run\.json that is of no run"):
+        train(config(out, resume=True), data)
+    assert (out / "metrics.jsonl").read_text() == before
+    (out / "run.json").write_text(facts)
+    with pytest.warns(UserWarning, match="has no checkpoint yet; it begins again"):
+        train(config(out, config=replace(TINY, steps=6), resume=True), data)
+    with pytest.raises(QptError, match="cannot be a folder"):
+        train(config(tmp_path / ("x" * 300)), data)
+
+
+def test_copies_beside_the_checkpoints_are_left_alone(tmp_path: Path) -> None:
+    data, out = tiny_data(), tmp_path / "run"
+    train(config(out, config=replace(TINY, steps=6)), data)
+    kept = [out / "checkpoints" / name for name in ("step-old", "step-000000006-good", "best-mine")]
+    for copy in kept:
+        shutil.copytree(checkpoint.resolve(out), copy)
+    assert checkpoint.resolve(out).name == "step-000000006"
+    assert train(config(out, resume=True, keep=1), data).step == 30
+    assert checkpoint.resolve(out).name == "step-000000030"
+    assert all(copy.exists() for copy in kept)
+    with pytest.raises(QptError, match="has no best checkpoint"):
+        checkpoint.resolve(out, "best")
+
+
+def test_a_lock_that_leads_to_a_file_leaves_it_whole(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("all of it")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".training.lock").symlink_to(tmp_path / "precious")
+    train(config(tmp_path / "run", config=replace(TINY, steps=5)), tiny_data())
+    assert (tmp_path / "precious").read_text() == "all of it"
+    (tmp_path / "other" / ".training.lock").mkdir(parents=True)
+    with pytest.raises(QptError, match=r"\.training\.lock cannot be written"):
+        train(config(tmp_path / "other"), tiny_data())
+
+
+def test_what_cannot_be_evaluated_is_said_before_the_first_step(tmp_path: Path) -> None:
+    toy = stitching(0)
+    register_task(replace(toy.task("AtOnce"), horizon=1000))
+    looks = {"task": "AtOnce", "eval_every": 5, "workers": 0, "config": replace(TINY, steps=5)}
+    with pytest.raises(QptError, match=r"no evaluation during training .* or give --eval-every 0"):
+        train(config(tmp_path / "run", horizon=20, **looks), toy.dataset(4))
+    assert not (tmp_path / "run").exists()
+
+
+def test_too_little_memory_gets_a_sentence(tmp_path: Path) -> None:
+    for changes in ({"config": replace(TINY, batch_size=10**11)}, {"horizon": 10**12}):
+        with pytest.raises(QptError, match="not enough memory for this; give a smaller --batch-size"):
+            train(config(tmp_path / "run", **changes), tiny_data())
+
+
+def test_sums_beyond_any_float_name_the_column() -> None:
+    data = tiny_data()
+    columns = {n: getattr(data, n) for n in ("observations", "actions", "rewards", "costs", "terminals", "timeouts")}
+    for name in ("rewards", "costs"):
+        large = Trajectories.from_arrays(**columns | {name: np.full(data.steps, 3e38, np.float32)})
+        with pytest.raises(QptError, match=f"the sums of {name} are beyond any float32"):
+            Spec.from_data(large)
+
+
+def test_weights_or_moments_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    """Signed anew, as no accident does; of wrong shapes Adam would read beyond its memory."""
+    data, out = tiny_data(), tmp_path / "run"
+    train(config(out, config=replace(TINY, steps=5)), data)
+
+    def changed(name: str, file: str, change: Any) -> Path:
+        copy = Path(shutil.copytree(out, tmp_path / name))
+        folder = checkpoint.resolve(copy)
+        tensors = load_file(folder / file)
+        save_file({key: change(key, value) for key, value in tensors.items()}, folder / file)
+        manifest = json.loads((folder / checkpoint.MANIFEST).read_text())
+        manifest["sha256"][file] = checkpoint._digest(folder / file)
+        manifest["checksum"] = checkpoint._checksum(manifest)
+        (folder / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+        return copy
+
+    longer = config(out, config=replace(TINY, steps=10), resume=True)
+    short = changed("short", checkpoint.TRAINING, lambda k, v: v.flatten()[:1].clone() if "exp_avg" in k else v)
+    with pytest.raises(QptError, match="moments of another shape than its weights"):
+        train(replace(longer, out=short), data)
+    spoiled = changed("nan", checkpoint.MODEL, lambda k, v: v * np.nan if k.startswith("target_cost") else v)
+    for use in (lambda: train(replace(longer, out=spoiled), data), lambda: qpt.load_policy(spoiled)):
+        with pytest.raises(QptError, match=r"target_cost_critics.* holds NaN or infinite values"):
+            use()
+    other = changed("other", checkpoint.MODEL, lambda k, v: v[:1].clone() if k == "head.weight" else v)
+    with pytest.raises(QptError, match=r"does not fit this version of qpt: .*size mismatch for head\.weight"):
+        qpt.load_policy(other)
+
+
 def test_a_config_of_another_kind_gets_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(QptError, match="train takes a TrainConfig, not a QPTConfig"):
         train(TINY, tiny_data())  # type: ignore[arg-type]
@@ -274,13 +382,13 @@ def test_damaged_and_foreign_checkpoints_get_a_sentence(tmp_path: Path) -> None:
     assert train(config(copy, config=replace(TINY, steps=10), resume=True), data).step == 10  # as the sentence says
     with pytest.raises(QptError, match="began with other data"):
         train(config(run, config=replace(TINY, steps=10), resume=True), tiny_data(seed=5))
-    with pytest.raises(QptError, match=r"other settings \(lr\)"):
+    with pytest.raises(QptError, match=r"other settings \(--lr 0.0003\)"):
         train(config(run, config=replace(TINY, steps=10, lr=1.0), resume=True), data)
     folder = checkpoint.resolve(shutil.copytree(run, tmp_path / "earlier"))  # of a version that knew no such field
     manifest = json.loads((folder / checkpoint.MANIFEST).read_text())
     del manifest["config"]["careful_costs"], manifest["checksum"]
     (folder / checkpoint.MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(QptError, match=r"other settings \(careful_costs\)"):
+    with pytest.raises(QptError, match=r"other settings \(--no-careful-costs\)"):
         train(config(folder.parents[1], config=replace(TINY, steps=10, careful_costs=True), resume=True), data)
     assert train(config(folder.parents[1], config=replace(TINY, steps=10), resume=True), data).step == 10
     with pytest.raises(QptError, match=r"other settings \(--seed 0\)"):
@@ -507,6 +615,10 @@ def test_logs_leave_out_a_cut_line_and_take_new_columns(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"step": 3')
     assert logs.rows(path) == [{"step": 1}, {"step": 2}]
+    path.write_bytes(b'{"step": 1}\n{"st\xff\n5\n{}\n{"step": 2}\n')  # what comes after a damaged line stays
+    with pytest.warns(UserWarning, match="line [234] of .* is damaged and left out") as warned:
+        assert logs.rows(path) == [{"step": 1}, {"step": 2}]
+    assert len(warned) == 3
     table = tmp_path / "rows.csv"
     logs.append_csv(table, {"step": 1, "a": 5})
     logs.append_csv(table, {"step": 2, "a": 6})
@@ -580,6 +692,7 @@ def test_a_device_is_one_that_is_there_and_becomes_the_current_one(monkeypatch: 
         ({"workers": -1}, "--workers is a whole number of at least 0"),
         ({"horizon": 0}, "--horizon is a whole number of at least 1"),
         ({"threads": 0}, "--threads is a whole number of at least 1"),
+        ({"threads": 10**11}, "--threads is at most 4096"),
         ({"seed": 2**63}, "seeds are whole numbers from 0"),
         ({"seeds": (0, -1)}, "seeds are whole numbers from 0"),
     ],

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,12 +21,14 @@ from torch import Tensor
 
 from qpt import __version__
 from qpt.algorithms.base import Algorithm, Spec, algorithm_classes, config_from
+from qpt.data.paths import expanded
 from qpt.errors import QptError
 
 FORMAT = 1  # of the folder; raised when old ones can no longer be read
 MANIFEST, MODEL, TRAINING = "manifest.json", "model.safetensors", "training.safetensors"
 NEEDED = {"algorithm": str, "config": dict, "spec": dict, "sha256": dict}  # the entries of every manifest
 EARLIER = "use an earlier one (to --resume from it, delete this one)"
+NUMBERED = re.compile(r"(step|best)-\d+")
 OF_A_RUN = {"step": int, "seed": int, "data": dict, "processes": int}  # those that a run adds to resume from
 
 
@@ -79,7 +82,8 @@ def write_checkpoint(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(staging, ignore_errors=True)
         raise QptError(
-            f"the checkpoint {folder} cannot be written ({error}); earlier checkpoints are untouched"
+            f"the checkpoint {folder} cannot be written ({error}); what was there is untouched: make room, and add "
+            "--resume to go on"
         ) from error
     return folder
 
@@ -90,7 +94,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except OSError as error:
         raise QptError(f"{folder} is not a checkpoint: {MANIFEST} cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise QptError(f"the checkpoint {folder} is damaged: {MANIFEST} is not valid JSON; {EARLIER}") from error
     if not isinstance(manifest, dict) or "format" not in manifest:
         raise QptError(f"the checkpoint {folder} is damaged: {MANIFEST} has no format; {EARLIER}")
@@ -114,7 +118,7 @@ def fitting(folder: Path) -> Iterator[None]:
     try:
         yield
     except (TypeError, KeyError, ValueError, RuntimeError, AttributeError) as error:
-        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
+        reason = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split("\n", 2)[:2])
         raise QptError(
             f"the checkpoint {folder} does not fit this version of qpt: {reason}; use an earlier one"
         ) from error
@@ -133,17 +137,26 @@ def read_tensors(folder: Path, file: str, manifest: dict[str, Any]) -> dict[str,
     try:
         if _digest(path) != manifest["sha256"].get(file):
             raise QptError(f"the checkpoint {folder} is damaged: {file} does not match its checksum; {EARLIER}")
-        return load_file(path)
+        tensors: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError) as error:
         raise QptError(f"the checkpoint {folder} is damaged: {file} cannot be read ({error}); {EARLIER}") from error
+    if file == MODEL:  # of critics nobody else would notice: every candidate fails a test against NaN
+        for name, value in tensors.items():
+            if value.is_floating_point() and not value.isfinite().all():
+                raise QptError(f"the checkpoint {folder} is damaged: {name} holds NaN or infinite values; {EARLIER}")
+    return tensors
 
 
 def load_algorithm(folder: Path, device: torch.device | str = "cpu") -> tuple[Any, dict[str, Any]]:
     """The algorithm of a checkpoint with its weights, and the manifest."""
     manifest = read_manifest(folder)
-    cls, config_class = algorithm_classes(manifest["algorithm"])
     with fitting(folder):
-        algorithm = cls(config_from(config_class, manifest["config"]), Spec.from_json(manifest["spec"]))
+        try:
+            cls, config_class = algorithm_classes(manifest["algorithm"])
+            config = config_from(config_class, manifest["config"])
+        except QptError as error:
+            raise ValueError(error) from error
+        algorithm = cls(config, Spec.from_json(manifest["spec"]))
         algorithm.load_state_dict(read_tensors(folder, MODEL, manifest))
     try:
         return algorithm.to(device), manifest
@@ -157,9 +170,13 @@ def restore_training(folder: Path, algorithm: Algorithm, manifest: dict[str, Any
     tensors = read_tensors(folder, TRAINING, manifest)
     for name, optimizer in algorithm.optimizers.items():
         state = optimizer.state_dict()
-        for index in range(sum(len(group["params"]) for group in state["param_groups"])):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for index in range(len(parameters)):
             prefix = f"optimizer/{name}/{index}/"
             entry = {key[len(prefix) :]: value for key, value in tensors.items() if key.startswith(prefix)}
+            shape = parameters[index].shape
+            if any(key.startswith("exp_avg") and value.shape != shape for key, value in entry.items()):
+                raise ValueError(f"the optimiser {name} has moments of another shape than its weights")
             if entry:
                 state["state"][index] = entry
         optimizer.load_state_dict(state)
@@ -173,23 +190,36 @@ def restore_training(folder: Path, algorithm: Algorithm, manifest: dict[str, Any
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """The step checkpoints of a run, oldest first."""
-    return sorted(p for p in (run / "checkpoints").glob("step-*") if p.is_dir())
+    """The step checkpoints of a run, oldest first; a copy beside them is not one of them."""
+    return numbered(run, "step")
+
+
+def numbered(run: Path, kind: str) -> list[Path]:
+    """The checkpoints of a kind, "step" or "best", by their step."""
+    try:
+        found = [p for p in (run / "checkpoints").glob(f"{kind}-*") if NUMBERED.fullmatch(p.name) and p.is_dir()]
+    except (OSError, ValueError):  # no name that a file system knows
+        found = []
+    return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
 
 
 def resolve(path: str | Path, which: str = "last") -> Path:
     """The checkpoint folder that `path` means: itself, or the last or best one of a run folder."""
-    path = Path(path)
+    if not isinstance(path, str | os.PathLike):
+        raise QptError(f"a run or a checkpoint is given by the path of its folder, not by {path!r}")
+    path = expanded(path)
     if which not in ("last", "best"):
         raise QptError(f"which is 'last' or 'best', not {which!r}")
     if (path / MANIFEST).exists():
+        if which == "best" and not path.name.startswith("best-"):
+            raise QptError(f"{path} is one checkpoint; the best is looked for in the folder of its run")
         return path
     if not path.exists():
         raise QptError(f"there is no folder {path}; give a run folder or one of its checkpoints")
     if path.suffix == ".onnx":
         raise QptError(f"{path} is an exported policy, not a checkpoint; qpt.export.OnnxPolicy runs it")
     if which == "best":
-        best = sorted((path / "checkpoints").glob("best-*"))
+        best = numbered(path, "best")
         if not best:
             raise QptError(
                 f"the run {path} has no best checkpoint: it was not evaluated during training; use the last one"

@@ -7,6 +7,7 @@ import json
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,14 +39,19 @@ def append(path: Path, row: Row) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def rows(path: Path) -> list[Row]:
-    """Rows of a JSONL file; a last line cut short by a kill is left out."""
+def rows(path: Path, key: str = "step") -> list[Row]:
+    """Rows of a JSONL file that have this key; a last line cut short by a kill is left out, another with a warning."""
     found: list[Row] = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    for number, line in enumerate(lines, 1):
         try:
-            found.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
-            break
+            row = None
+        if isinstance(row, dict) and key in row:
+            found.append(row)
+        elif number < len(lines):
+            warnings.warn(f"line {number} of {path} is damaged and left out", stacklevel=2)
     return found
 
 

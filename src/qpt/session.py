@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
@@ -16,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qpt import checkpoint, logs, parallel, trackers
-from qpt.algorithms.base import Algorithm, Spec, algorithm_classes, config_from
+from qpt import checkpoint, logs, parallel, resuming, trackers
+from qpt.algorithms.base import Algorithm, Spec, algorithm_classes
 from qpt.data.sampling import Sampler
 from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError
@@ -83,21 +84,21 @@ class Session:
 
     def begin(self, claims: ExitStack) -> None:
         """Start the run's files, or take up its last checkpoint; `claims` keep other processes out of its folder."""
-        out = self.config.out
-        found = checkpoint.checkpoints(out) if out.exists() else []
-        if self.config.resume and found:
+        if self.config.eval_every:
+            self._check_evaluation()
+        out, resume = self.config.out, self.config.resume
+        found = checkpoint.checkpoints(out)
+        if resume and found:
             self._claim(claims)
             with checkpoint.fitting(found[-1]):
                 self._resume(found[-1])
             self._take_up_files()
         elif self.leads:
-            begun = (out / "run.json").exists()  # killed before its first checkpoint: begin again
-            if self.config.resume and not begun:
-                raise QptError(f"there is nothing to resume in {out}; leave out --resume to start a run there")
-            if not self.config.resume and (found or begun):
-                raise QptError(f"{out} already holds a run; add --resume to continue it, or choose another --out")
-            if foreign := [name for name in LOGS if (out / name).exists() and not begun]:
-                raise QptError(f"{out} already holds a file {foreign[0]} that is of no run; choose another --out")
+            if resuming.check_free(out, LOGS, resume):  # killed before its first checkpoint
+                began, now = resuming.read_facts(out), self._facts()
+                with checkpoint.fitting(out):
+                    resuming.check_same(out, began, now, self.config.config)
+                warnings.warn(f"the run in {out} has no checkpoint yet; it begins again", stacklevel=2)
             self._claim(claims)
             self._start_files()
         if self.config.resume and self.leads:
@@ -137,40 +138,8 @@ class Session:
 
     def _resume(self, folder: Path) -> None:
         manifest = checkpoint.read_manifest(folder)
-        if manifest["data"]["fingerprint"] != self.data.fingerprint:
-            raise QptError(
-                f"the run in {self.config.out} began with other data; "
-                "give the same data, or start a new run with another --out"
-            )
-        changed = [f"--{n} {manifest[n]}" for n in ("seed", "algorithm") if manifest[n] != getattr(self.config, n)]
-        if not changed:  # a setting that is newer than the run has its default
-            configs = (config_from(type(self.config.config), manifest["config"]), self.config.config)
-            began, now = (json.loads(json.dumps(asdict(config))) for config in configs)
-            changed = sorted(k for k in now if k != "steps" and began[k] != now[k])
-        if changed:
-            raise QptError(
-                f"the run in {self.config.out} began with other settings ({', '.join(changed)}); "
-                "resume with the same, or start a new run"
-            )
-        task, horizon = manifest["spec"]["task"], manifest["spec"]["horizon"]
-        if (task, horizon) != (self.algorithm.spec.task, self.algorithm.spec.horizon):
-            raise QptError(
-                f"the run in {self.config.out} began with {f'--task {task}' if task else 'no --task'} and a horizon of "
-                f"{horizon}; resume with the same, or start a new run"
-            )
-        began_with = manifest.get("processes", 1)
-        if began_with != parallel.processes():
-            how = f"torchrun --nproc-per-node {began_with} -m qpt train" if began_with > 1 else "qpt train"
-            raise QptError(
-                f"the run in {self.config.out} has {began_with} process(es), not {parallel.processes()}; "
-                f"resume it with {how}"
-            )
-        device = manifest.get("device", self.device.type)
-        if device != self.device.type:  # generators of one kind of device cannot go on on another
-            raise QptError(f"the run in {self.config.out} began on {device}; resume it with --device {device}")
-        precision = manifest.get("precision", self._precision)
-        if precision != self._precision:
-            raise QptError(f"the run in {self.config.out} began in {precision}; resume it with --precision {precision}")
+        now = self._facts() | {"spec": self.algorithm.spec.to_json()}
+        resuming.check_same(self.config.out, manifest, now, self.config.config)
         self.algorithm.load_state_dict(checkpoint.read_tensors(folder, checkpoint.MODEL, manifest))
         generators = checkpoint.restore_training(folder, self.algorithm, manifest)
         mine = f"/{parallel.rank()}" if parallel.rank() else ""
@@ -254,18 +223,37 @@ class Session:
             try:
                 self._evaluate(generators)
             except BaseException:  # of a simulator, say, or a second Ctrl-C: the steps so far are kept
-                self._write_step(generators)
+                if self.step != self._saved:
+                    self._write_step(generators)
                 raise
+
+    def _evaluated(self) -> tuple[Policy, tuple[float, ...]]:
+        """The policy as it stands, and the limits that it is to keep."""
+        c, mode = self.config, self.algorithm.limit_mode
+        trained = getattr(c.config, "cost_limit", None)
+        limits = (trained,) if mode == "trained" and trained is not None else c.eval_limits
+        return Policy(self.algorithm, trained_limit=trained, name=c.algorithm), limits
+
+    def _check_evaluation(self) -> None:
+        """What cannot be evaluated is said now, not when it is due."""
+        from qpt.evaluation import check
+
+        c, task = self.config, self.task
+        assert task is not None
+        policy, limits = self._evaluated()
+        try:
+            check(policy, task, c.eval_episodes, np.asarray(limits), c.eval_seed, c.workers, None)
+        except QptError as error:
+            raise QptError(f"no evaluation during training is possible: {error}; or give --eval-every 0") from error
 
     def _evaluate(self, generators: dict[str, Tensor]) -> None:
         from qpt.evaluation import evaluate  # simulators are needed only here
 
         c, task = self.config, self.task
         assert task is not None
-        trained = getattr(c.config, "cost_limit", None)
-        limits = (trained,) if self.algorithm.limit_mode == "trained" and trained is not None else c.eval_limits
+        policy, limits = self._evaluated()
         episodes = evaluate(
-            Policy(self.algorithm, trained_limit=trained, name=c.algorithm),
+            policy,
             task,
             episodes=c.eval_episodes,
             cost_limits=limits,
@@ -311,7 +299,7 @@ class Session:
 
     def _save_best(self, generators: dict[str, Tensor]) -> None:
         folder = self._write(self.config.out / "checkpoints" / f"best-{self.step:09d}", generators)
-        for old in folder.parent.glob("best-*"):
+        for old in checkpoint.numbered(self.config.out, "best"):
             if old != folder:
                 shutil.rmtree(old, ignore_errors=True)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from qpt.algorithms.fields import check_fields
+from qpt.data.paths import expanded
 from qpt.errors import QptError
 
 
@@ -68,10 +70,13 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        object.__setattr__(self, "out", expanded(self.out))  # frozen
         least = dict.fromkeys(("horizon", "keep", "log_every", "checkpoint_every", "eval_episodes", "threads"), 1)
         for name, bound in (least | dict.fromkeys(("eval_every", "eval_seed", "workers"), 0)).items():
             if (value := getattr(self, name)) is not None and value < bound:
                 raise QptError(f"--{name.replace('_', '-')} is a whole number of at least {bound}, not {value}")
+        if (self.threads or 0) > 4096:
+            raise QptError(f"--threads is at most 4096, not {self.threads}; this machine has {os.cpu_count()} cores")
         if not all(0 <= seed < 2**63 for seed in (self.seed, *self.seeds)):
             raise QptError("seeds are whole numbers from 0 to 2**63 - 1")
         limits = self.eval_limits

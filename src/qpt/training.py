@@ -72,7 +72,9 @@ def _train(configs: list[TrainConfig], data: Trajectories | None) -> list[Run]:
     if len(configs) > 1 and config.wandb:
         raise QptError("--wandb logs one run of a process; give --seed, or use --tensorboard")
     check_trackers(config.tensorboard, config.wandb)
-    task = get_task(config.task) if config.task else None
+    task = get_task(config.task) if config.task is not None else None
+    if not isinstance(data, Trajectories | None):
+        raise QptError(f"data are what qpt.load_dataset returns, not a {type(data).__name__}")
     trajectories = data if data is not None else _load(config, task)
     if task is not None:
         _check_sizes(task, trajectories)
@@ -85,7 +87,7 @@ def _train(configs: list[TrainConfig], data: Trajectories | None) -> list[Run]:
         )
     device = _device(config.device)
     _prepare(device, config)
-    with parallel.group(device):
+    with _memory(), parallel.group(device):
         if len(configs) > 1 and parallel.processes() > 1:
             raise QptError("several processes train one seed; give --seed, or start qpt train without torchrun")
         sessions: list[Session] = []
@@ -159,6 +161,21 @@ def _loop(sessions: list[Session]) -> list[Run]:
 # -- little tools ------------------------------------------------------------------------------------------------------
 
 
+@contextmanager
+def _memory() -> Iterator[None]:
+    """Too little of it gets a sentence: torch has no exception of its own for that of the host."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        reason = str(error).partition("\n")[0]
+        raise QptError(
+            "there is not enough memory for this; give a smaller --batch-size, --width, --context or --horizon "
+            f"({reason})"
+        ) from error
+
+
 def _share_tables(sampler: Sampler, first: Sampler) -> None:
     """Let a sampler use the other's tensors where they are equal: the data lie on the device once for all seeds."""
     for name, value in vars(sampler).items():
@@ -198,6 +215,8 @@ def _check_sizes(task: Task, data: Trajectories) -> None:
 def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise QptError(f"there is no device {name!r}; use cpu, cuda or auto")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise QptError("there is no CUDA device here; use --device cpu")
     try:

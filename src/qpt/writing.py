@@ -80,7 +80,11 @@ def alone(lock: Path, doing: str) -> Iterator[None]:
     except ImportError:  # not on this system
         yield
         return
-    with lock.open("w") as file:
+    try:
+        opened = lock.open("a")  # whatever it leads to stays as it is
+    except OSError as error:
+        raise QptError(f"{lock} cannot be written: {error.strerror}; make room, or choose another --out") from error
+    with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

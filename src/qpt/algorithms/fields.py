@@ -95,6 +95,7 @@ def fitting(value: Any, hint: Any) -> Any:
     elif hint in _WORDS:
         fits = isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
         fits = fits and not (hint is float and not math.isfinite(value))
+        fits = fits and not (hint is int and abs(value) >= 2**64)  # no tensor or file holds it
     else:
         fits = kind is not tuple
     if not fits:

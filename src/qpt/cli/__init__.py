@@ -42,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args[0] == "--version":
         print(f"qpt {__version__}")
         return 0
+    if empty := [a for a in args if not a or (a.startswith("--") and a.endswith("="))]:
+        print(f"error: {empty[0] or 'an argument'} is empty; is a variable of the shell not set?", file=sys.stderr)
+        return 2
     if args[0] not in COMMANDS:
         print(f"error: there is no command {args[0]!r}; `qpt --help` lists them", file=sys.stderr)
         return 2

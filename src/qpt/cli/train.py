@@ -56,6 +56,8 @@ def main(args: Sequence[str]) -> int:
         _no_limit(args, algorithm)
     run = _one_or_several(args, run)
     config = _parse(args, algorithm, preset, run, method)
+    if "--seeds" in args and not config.seeds:
+        raise QptError("--seeds needs numbers: --seeds 0 1 2")
     results = train_seeds(config) if config.seeds else [train(config)]
     if parallel.speaks():
         print("\n".join(map(_summary, results)))
@@ -157,5 +159,5 @@ def _summary(result: Run) -> str:
             rows.append(f"  evaluated last at step {row['step']}:")
         rows += [f"  limit {p['cost_limit']:g}: return {p['return']:.1f}, cost {p['cost']:.1f}" for p in row["limits"]]
     if result.interrupted:
-        rows.append(f"continue with: qpt train ... --out {result.folder} --resume")
+        rows.append(f"continue with the same command and --out {result.folder} --resume")
     return "\n".join(rows)

@@ -334,7 +334,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def events(folder: Path) -> list[dict[str, Any]]:
     """What happened in a job's folder, oldest first."""
-    return logs.rows(folder / EVENTS)
+    return logs.rows(folder / EVENTS, "event")
 
 
 def _event(folder: Path, name: str, **facts: Any) -> None:
