@@ -9,7 +9,9 @@ author = "The qpt authors"
 copyright = "the qpt authors"
 version = release = installed("qpt")
 
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # spelled out, those of arrays fill lines
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]

@@ -194,6 +194,24 @@ def limits_of_qpt(table: Table, tasks: list[str]) -> None:
     markdown(head, rows)
 
 
+def single_episodes(table: Table, tasks: list[str]) -> None:
+    print(
+        "## Single episodes\n\nThe same episodes: the share of them whose own cost keeps the limit, and the cost of "
+        "the dearest. A limit that is kept on the mean says nothing about either.\n"
+    )
+    columns = ("qpt", "qpt-fresh", "transformer", "bc-safe-fresh")
+    rows = []
+    for task in tasks:
+        for limit in sorted({k for r in columns[:2] for at in (r, f"{r}/sweep") for k in table.get((task, at), {})}):
+            costs = [
+                [c.costs for c in (last(table, task, r, limit) or last(table, task, f"{r}/sweep", limit)).values()]
+                for r in columns
+            ]
+            cells = [f"{np.mean(np.concatenate(c) <= limit):.0%}, {np.max(c):g}" if c else "–" for c in costs]
+            rows.append([task, f"{limit:g}", *cells])
+    markdown(["task", "limit", "QPT", "new seeds", "transformer", "BC-Safe, new"], rows)
+
+
 def plain(table: Table, task: str, row: str, limit: float, best: bool = False) -> str:
     """Return @ cost as they are."""
     seeds = last(table, task, row, limit, best) or last(table, task, f"{row}/sweep", limit, best)
@@ -470,6 +488,7 @@ def main() -> None:
         "the folder of the data sets. How the runs were made stands [on its own page](comparison-runs.md).\n"
     )
     limits_of_qpt(table, tasks)
+    single_episodes(table, tasks)
     methods(table, tasks, options.limits)
     plane(table, tasks, options.limits)
     comparisons(table, tasks)

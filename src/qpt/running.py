@@ -256,6 +256,7 @@ class Running(ABC):
 
     @property
     def return_targets(self) -> Doubles:
+        """The return of the whole episode that each is asked for."""
         self._begun()
         return self._targets.copy()
 
