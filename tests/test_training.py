@@ -62,6 +62,15 @@ def test_what_reading_noticed_is_a_warning(tmp_path: Path) -> None:
         _load(config(tmp_path, data=str(tmp_path / "a.npz")), None)
 
 
+def test_a_column_that_hardly_varies_is_named(tmp_path: Path) -> None:
+    data = tiny_data()
+    columns = {n: getattr(data, n) for n in ("observations", "actions", "rewards", "costs", "terminals", "timeouts")}
+    seen = data.observations * [0, 1e-12, 1e-5] + [9.8, 0, 0]  # constant, numerical noise, and a signal
+    data = Trajectories.from_arrays(**columns | {"observations": seen})
+    with pytest.warns(UserWarning, match=r"less than 0.0001 in 1 column\(s\) \(2\)"):
+        train(config(tmp_path / "run", config=replace(TINY, steps=5)), data)
+
+
 def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(checkpoint.resolve(run) / checkpoint.MODEL)
 
@@ -304,6 +313,13 @@ def test_weights_or_moments_that_cannot_be_are_refused(tmp_path: Path) -> None:
     for use in (lambda: train(replace(longer, out=spoiled), data), lambda: qpt.load_policy(spoiled)):
         with pytest.raises(QptError, match=r"target_cost_critics.* holds NaN or infinite values"):
             use()
+    named = Path(shutil.copytree(out, tmp_path / "named"))
+    manifest = json.loads((checkpoint.resolve(named) / checkpoint.MANIFEST).read_text())
+    manifest["spec"]["task"] = 5
+    manifest["checksum"] = checkpoint._checksum(manifest)
+    (checkpoint.resolve(named) / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(QptError, match="does not fit this version of qpt: its task has no name"):
+        qpt.load_policy(named)
     other = changed("other", checkpoint.MODEL, lambda k, v: v[:1].clone() if k == "head.weight" else v)
     with pytest.raises(QptError, match=r"does not fit this version of qpt: .*size mismatch for head\.weight"):
         qpt.load_policy(other)
@@ -360,6 +376,7 @@ def test_damaged_and_foreign_checkpoints_get_a_sentence(tmp_path: Path) -> None:
         ("cut", lambda p: (p / checkpoint.TRAINING).write_bytes(b"x"), "does not match its checksum"),
         ("json", lambda p: (p / checkpoint.MANIFEST).write_text("{"), "not valid JSON"),
         ("missing", lambda p: (p / checkpoint.MODEL).unlink(), "cannot be read"),
+        ("headless", lambda p: (p / checkpoint.MANIFEST).unlink(), "delete this one"),
         (
             "future",
             lambda p: (p / checkpoint.MANIFEST).write_text(

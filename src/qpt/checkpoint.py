@@ -93,7 +93,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except OSError as error:
-        raise QptError(f"{folder} is not a checkpoint: {MANIFEST} cannot be read ({error.strerror})") from error
+        way_out = f"; {EARLIER}" if NUMBERED.fullmatch(folder.name) else ""
+        raise QptError(
+            f"{folder} is not a checkpoint: {MANIFEST} cannot be read ({error.strerror}){way_out}"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise QptError(f"the checkpoint {folder} is damaged: {MANIFEST} is not valid JSON; {EARLIER}") from error
     if not isinstance(manifest, dict) or "format" not in manifest:

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from qpt import logs, parallel
+from qpt.algorithms.base import CONSTANT
 from qpt.data import load_dataset
 from qpt.data.checks import noticed
 from qpt.data.sampling import Sampler
@@ -78,6 +80,7 @@ def _train(configs: list[TrainConfig], data: Trajectories | None) -> list[Run]:
     trajectories = data if data is not None else _load(config, task)
     if task is not None:
         _check_sizes(task, trajectories)
+    _tell_small_columns(trajectories)
     if config.eval_every and (task is None or not task.has_simulator):
         raise QptError("evaluation during training needs a task with a simulator; give --task, or --eval-every 0")
     if config.eval_every and task is not None and not task.simulator_installed:  # not when it is due, steps later
@@ -195,6 +198,20 @@ def _load(config: TrainConfig, task: Task | None) -> Trajectories:
     for text in noticed(found.info) if parallel.speaks() else ():
         warnings.warn(f"{source}: {text}", stacklevel=2)
     return found
+
+
+def _tell_small_columns(data: Trajectories) -> None:
+    """Columns that `Spec` takes for constant although they may mean something in another unit."""
+    seen = data.observations.astype(np.float64)
+    spread, size = seen.std(0), np.abs(seen).mean(0)
+    small = np.flatnonzero((spread <= CONSTANT) & (spread > 1e-6 * np.maximum(size, 0.1)))
+    if small.size and parallel.speaks():
+        named = ", ".join(map(str, small[:5])) + (", ..." if small.size > 5 else "")
+        warnings.warn(
+            f"observations vary by less than {CONSTANT:g} in {small.size} column(s) ({named}), which are not scaled "
+            "and hardly seen; give them in a smaller unit if they matter",
+            stacklevel=2,
+        )
 
 
 def _check_sizes(task: Task, data: Trajectories) -> None:

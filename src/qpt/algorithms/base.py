@@ -23,6 +23,7 @@ from qpt.data.trajectories import Trajectories
 from qpt.errors import QptError
 from qpt.tasks import Augmentation, Task, get_task
 
+CONSTANT = 1e-4  # a column of observations that varies less is left as it is
 LimitMode = Literal["live", "trained", "ignored"]
 
 
@@ -66,7 +67,7 @@ class Spec:
             action_dim=data.action_dim,
             horizon=horizon,
             observation_mean=tuple(map(float, data.observations.mean(0, dtype=np.float64))),
-            observation_std=tuple(float(x) if x > 1e-4 else 1.0 for x in std),  # a constant column stays as it is
+            observation_std=tuple(float(x) if x > CONSTANT else 1.0 for x in std),  # a constant column stays as it is
             frontier_costs=tuple(map(float, data.episode_costs[pareto])),
             frontier_returns=tuple(map(float, data.returns[pareto])),
             return_min=float(data.returns.min()),
@@ -83,6 +84,8 @@ class Spec:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Spec:
+        if not isinstance(row["task"], str | None):
+            raise ValueError("its task has no name")
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
         return cls(**values | {"augmentation": Augmentation(**row["augmentation"])})
 
