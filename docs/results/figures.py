@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 NAMES = {
     ("transformer", "one"): "conditional transformer",
     ("qpt", "one"): "QPT, one candidate",
-    ("qpt", "shield"): "QPT (default: shield)",
+    ("qpt", "shield"): "QPT, shield (the default then)",
     ("qpt", "constrained"): "QPT, best of 50",
     ("paper", "one"): "paper preset, one candidate (2 seeds)",
     ("paper", "literal"): "paper preset, literal test (2 seeds)",
@@ -61,7 +61,7 @@ def main() -> None:
             axes.spines[["top", "right"]].set_visible(False)
         follow.legend(fontsize=7, frameon=False)
         plane.set_title(f"{task}: return against cost", fontsize=10)
-        follow.set_title(f"{task}: the limit is followed", fontsize=10)
+        follow.set_title(f"{task}: mean cost against the limit", fontsize=10)
         figure.savefig(HERE / f"{task.lower()}.png", dpi=130)
 
 

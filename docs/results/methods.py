@@ -55,6 +55,13 @@ ROWS = {  # row of a table: name, colour, marker. Colours that stay apart for co
     "random": ("random actions", "#bbbbbb", "x"),
 }
 IGNORE_THE_LIMIT = {"fisor", "bc-all", "random"}  # their episodes at one limit count for every other
+VARIANTS = (
+    "-fresh",
+    "-long",
+    "-scale",
+    "-reference",
+)  # rows of the tables alone: in one picture nobody tells all apart
+PICTURED = [row for row in ROWS if "/" not in row and not row.endswith(VARIANTS)]
 WHOLE = ("qpt", "qpt-fresh", "qpt-scale", "qpt-paper-scale")  # the method whole, each with the limits of a sweep
 BESIDE = {  # what a row of QPT is held against: the transformer and BC-Safe, of its own seeds and scale where there are
     "qpt-fresh": ("transformer-fresh", "bc-safe-fresh"),
@@ -266,7 +273,7 @@ def plane(table: Table, tasks: list[str], limits: list[float]) -> None:
     for limit, line in zip(limits, panels, strict=True):
         for task, axes in zip(tasks, line, strict=True):
             axes.axvspan(-0.1, 1, color="#e5f2e5", zorder=0)
-            for row in (r for r in reversed(rows_of(table, task)) if r in ROWS and "-fresh" not in r):
+            for row in (r for r in reversed(rows_of(table, task)) if r in PICTURED):
                 if not (seeds := last(table, task, row, limit)):
                     continue
                 y, x = summary(task, limit, seeds)
