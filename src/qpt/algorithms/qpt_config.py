@@ -97,7 +97,8 @@ class QPTConfig:
     A narrow `rtg_noise` goes well with it (measured in docs/qpt-choices.md). It needs bootstrap "expectile", and
     noise_mode "episode", for it is told so from its first step on."""
     careful_return: float = 0.9
-    """The share of the return-to-go that it is then asked for; as much less where that is negative."""
+    """The share of the return-to-go that it is then asked for; as much less where that is negative. 0.8 keeps lower
+    limits (measured in docs/qpt-choices.md)."""
 
     # -- the objective
     train_with_reward_critic: bool = True
