@@ -35,7 +35,7 @@ from qpt.errors import QptError
 from qpt.policy import Policy
 from qpt.session import Session
 from qpt.tasks import register_task
-from qpt.training import TrainConfig, _load, best_evaluation, train
+from qpt.training import TrainConfig, _load, _memory, best_evaluation, train
 
 TINY = QPTConfig(steps=30, batch_size=4, width=8, layers=1, heads=2, context=3, critic_width=8)
 
@@ -278,6 +278,11 @@ def test_too_little_memory_gets_a_sentence(tmp_path: Path) -> None:
     for changes in ({"config": replace(TINY, batch_size=10**11)}, {"horizon": 10**12}):
         with pytest.raises(QptError, match="not enough memory for this; give a smaller --batch-size"):
             train(config(tmp_path / "run", **changes), tiny_data())
+
+
+def test_another_error_that_speaks_of_memory_is_not_too_little_of_it() -> None:
+    with pytest.raises(RuntimeError, match="illegal memory access"), _memory():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 def test_sums_beyond_any_float_name_the_column() -> None:

@@ -27,6 +27,9 @@ from qpt.train_config import TrainConfig
 __all__ = ["Run", "TrainConfig", "best_evaluation", "train", "train_seeds"]
 
 
+NO_MEMORY = ("out of memory", "allocate memory", "not enough memory")  # as torch says it, of a GPU and of the host
+
+
 @dataclass
 class Run:
     """What a training run left behind."""
@@ -170,7 +173,7 @@ def _memory() -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
+        if isinstance(error, RuntimeError) and not any(words in str(error) for words in NO_MEMORY):
             raise
         reason = str(error).partition("\n")[0]
         raise QptError(
@@ -202,8 +205,7 @@ def _load(config: TrainConfig, task: Task | None) -> Trajectories:
 
 def _tell_small_columns(data: Trajectories) -> None:
     """Columns that `Spec` takes for constant although they may mean something in another unit."""
-    seen = data.observations.astype(np.float64)
-    spread, size = seen.std(0), np.abs(seen).mean(0)
+    spread, size = data.observations.std(0, dtype=np.float64), np.abs(data.observations).mean(0, dtype=np.float64)
     small = np.flatnonzero((spread <= CONSTANT) & (spread > 1e-6 * np.maximum(size, 0.1)))
     if small.size and parallel.speaks():
         named = ", ".join(map(str, small[:5])) + (", ..." if small.size > 5 else "")

@@ -160,9 +160,8 @@ class QPT(nn.Module):
         if not self.config.budget_critics:
             seen = torch.cat(parts, -1)
             return seen, seen
-        most = max(
-            self.spec.cost_max, self.spec.cost_unit
-        )  # what is left beyond the dearest episode makes no difference
+        # What is left beyond the dearest episode makes no difference.
+        most = max(self.spec.cost_max, self.spec.cost_unit)
         budget = budgets.clamp(0.0, most)[..., None] * (4 / most)
         return torch.cat([*parts, budget], -1), torch.cat([*parts, torch.zeros_like(budget)], -1)
 

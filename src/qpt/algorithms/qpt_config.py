@@ -38,7 +38,7 @@ class QPTConfig:
     return_scale: float | None = None
     """Factor of the return-to-go token; None: 10 / the largest return magnitude of the data."""
     cost_scale: float | None = None
-    """Factor of the cost-to-go token; None: 10 / the largest episode cost of the data (at least 1)."""
+    """Factor of the cost-to-go token; None: 10 / the largest episode cost of the data (1 if none had any)."""
     cost_offset: float = 0.0
     """The token is offset - scaled cost-to-go (CDT uses 50 with a scale of 1)."""
     head: Literal["tanh", "linear"] = "tanh"
@@ -88,7 +88,8 @@ class QPTConfig:
     reward_scale: float | None = None
     """Factor of rewards in the critics; None: 10 / the mean return-to-go of the data."""
     critic_cost_scale: float | None = None
-    """Factor of costs in the critics; None: 10 / the mean cost-to-go of the data (at least 1)."""
+    """Factor of costs in the critics; None: 10 / the mean cost-to-go of the data, or a dear step's cost of at most 1
+    where that is more."""
     clamp_cost: bool = True
     """Keep bootstrapped costs at or above 0."""
     careful_costs: bool = False
