@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qpt.algorithms.fields import check_fields
+from qpt.behaviour import WEIGHTS, Actor
 
 Floats = npt.NDArray[np.floating[Any]]
 Float32s = npt.NDArray[np.float32]
@@ -251,7 +252,7 @@ class Learner:
 
     def actor(self) -> Actor:
         """The present policy, cheap to call."""
-        p = {name: self.parameters[name][ACTOR] for name in ("w1", "b1", "w2", "b2", "w3", "b3")}
+        p = {name: self.parameters[name][ACTOR] for name in WEIGHTS}
         inverse = (1.0 / (self.seen.std + 1e-6)).astype(np.float32)
         return Actor(p, self.seen.mean.astype(np.float32), inverse, np.exp(self.parameters["log_std"]))
 
@@ -336,22 +337,6 @@ class Learner:
         m = self.multiplier
         m.integral, m.previous, m.value, self.seen.count, self.returns.count, updates = tensors["scalars"].tolist()
         self.updates = int(updates)
-
-
-@dataclass
-class Actor:
-    """The policy alone, for acting: means [n, A] of raw observations [n, S]."""
-
-    p: dict[str, Any]
-    mean: Float32s
-    inverse_std: Float32s
-    std: Float32s  # of actions
-
-    def __call__(self, observations: Float32s) -> Float32s:
-        x = np.minimum(np.maximum((observations - self.mean) * self.inverse_std, -10), 10)
-        p = self.p
-        result: Float32s = np.tanh(np.tanh(x @ p["w1"] + p["b1"]) @ p["w2"] + p["b2"]) @ p["w3"] + p["b3"]
-        return result
 
 
 def _discounted(values: Floats, ends: Flags, gamma: float) -> npt.NDArray[np.float64]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from qpt.collect.behaviours import Behaviour
 from qpt.envs.surface import SEEDS, SafeEnv
 from qpt.errors import QptError
 
@@ -81,6 +82,29 @@ def play(
     return _joined(played)
 
 
+def play_episodes(env: SafeEnv, behaviour: Behaviour, seeds: Sequence[int]) -> Rollout:
+    """One episode after the other, each of which depends on the behaviour and its own seed alone."""
+    slot = _Slot(behaviour.noise == 0)
+    for seed in seeds:
+        observation, act = behaviour.begin(env, seed)
+        slot.seeds.append(seed)
+        slot.began, ended = len(slot.rows), False
+        while not ended:
+            drawn = act(observation)  # [A]
+            action = np.minimum(np.maximum(drawn, np.float32(-1)), np.float32(1))
+            following, reward, terminated, truncated, info = env.step(action)
+            slot.rows.append((observation, drawn, action, reward, info["cost"], terminated, truncated, 0.0))
+            observation, ended = following, terminated or truncated
+            _check_length(slot, env)
+        slot.finals.append(observation)
+    return _joined([slot])
+
+
+def _check_length(slot: _Slot, env: SafeEnv) -> None:
+    if len(slot.rows) - slot.began > LONGEST:
+        raise QptError(f"an episode of {env.name} goes on after {LONGEST} steps; cut episodes off with --horizon")
+
+
 def _play_together(
     envs: Sequence[SafeEnv], slots: list[_Slot], quota: int, actor: Any, std: Float32s, rng: np.random.Generator,
     times: dict[str, float], watch: Sequence[str],
@@ -110,10 +134,8 @@ def _play_together(
                 if len(slot.rows) >= quota:
                     continue
                 observation = _begin(env, slot, rng)
-            elif len(slot.rows) - slot.began > LONGEST:
-                raise QptError(
-                    f"an episode of {env.name} goes on after {LONGEST} steps; cut episodes off with --horizon"
-                )
+            else:
+                _check_length(slot, env)
             observations[i] = observation
             still.append(i)
         active = np.array(still, np.int64)

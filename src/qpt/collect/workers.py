@@ -1,7 +1,7 @@
-"""Runs in processes of their own, as many at a time as there are cores; one that dies is replaced and goes on.
+"""Jobs in processes of their own, as many at a time as there are cores; one whose process dies is done again.
 
-A run needs nothing from the others: it owns its environments, its policy and its learner, so no process ever waits for
-another, and the outcome of a run depends neither on the number of workers nor on timing.
+A job needs nothing from the others, so no process ever waits for another, and what comes of a job depends neither on
+the number of workers nor on timing. Jobs leave their results on disk; through a pipe they only say how far they are.
 """
 
 from __future__ import annotations
@@ -16,55 +16,74 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from qpt.collect.runner import run
-from qpt.collect.schedules import Plan
 from qpt.envs.vector import portable
 from qpt.errors import QptError
 from qpt.tasks import Task, get_task
 
-Report = Callable[[int, dict[str, Any]], None]  # (run, what there is to say)
-ATTEMPTS = 3  # deaths of a run in a row, without progress between them
+Report = Callable[[dict[str, Any]], None]
+Job = Callable[[Report], None]  # must be picklable: a partial of a module's function
+Listen = Callable[[int, dict[str, Any]], None]  # (number of the job, what it has to say)
+Payload = bytes | Task  # a task on its way to a worker
+ATTEMPTS = 3  # deaths of a job in a row, without progress between them
 
 
-def run_all(
-    task: Task, plans: list[Plan], cap: float, folders: list[Path], workers: int, report: Report, stall: float = 600.0
-) -> None:
-    """Carry out all plans; `workers=0` does it in this process, one after the other.
+def run_jobs(jobs: Sequence[Job], workers: int, listen: Listen, stall: float = 1800.0) -> None:
+    """Do all jobs; `workers=0` does them in this process, one after the other.
 
-    A worker that says nothing for `stall` seconds counts as hung and is replaced.
+    A worker that says nothing for `stall` seconds counts as hung and is replaced. A job that fails holds up no other:
+    its error is raised when all others are done. Messages with a key "progress" make earlier deaths of a job forgotten.
     """
+    errors: list[str] = []
     if workers == 0:
-        for plan, folder in zip(plans, folders, strict=True):
-            run(task, plan, cap, folder, lambda message, number=plan.number: report(number, message))  # type: ignore[misc]
-        return
-    payload = _sendable(task)
-    waiting = list(zip(plans, folders, strict=True))[::-1]
-    failures = dict.fromkeys((plan.number for plan in plans), 0)
+        for number, job in enumerate(jobs):
+            try:
+                job(lambda message, number=number: listen(number, message))  # type: ignore[misc]
+            except QptError as error:
+                errors.append(str(error))
+    else:
+        _run_in_processes(jobs, workers, listen, stall, errors)
+    if errors:
+        raise QptError("; ".join(dict.fromkeys(errors)))
+
+
+def _run_in_processes(jobs: Sequence[Job], workers: int, listen: Listen, stall: float, errors: list[str]) -> None:
+    waiting = list(range(len(jobs)))[::-1]
+    failures = [0] * len(jobs)
     running: list[_Worker] = []
     with selectors.DefaultSelector() as selector:
         try:
             while waiting or running:
                 while waiting and len(running) < workers:
-                    running.append(_Worker(payload, *waiting.pop(), cap))
+                    running.append(_Worker())
                     selector.register(running[-1].pipe, selectors.EVENT_READ, running[-1])
+                    number = waiting.pop()
+                    running[-1].give(number, jobs[number])
                 for key, _ in selector.select(timeout=1.0):
-                    worker = key.data
+                    worker: _Worker = key.data
                     for message in worker.read():
                         if "error" in message:
-                            raise QptError(message["error"])
-                        if message.get("return") is not None:
-                            failures[worker.plan.number] = 0
-                        report(worker.plan.number, message)
+                            errors.append(message["error"])
+                        elif "done" in message:
+                            worker.number = None
+                        else:
+                            if "progress" in message:
+                                failures[worker.number or 0] = 0
+                            listen(worker.number or 0, message)
                     if worker.closed:
                         selector.unregister(worker.pipe)
                         running.remove(worker)
                         reason = worker.end()
-                        if reason:
-                            _again(worker, reason, failures, waiting, report)
+                        if worker.number is not None:
+                            _again(worker.number, reason, failures, waiting, errors, listen)
+                    elif worker.number is None and waiting:
+                        number = waiting.pop()
+                        worker.give(number, jobs[number])
+                    elif worker.number is None:
+                        worker.dismiss()
                 for worker in running:
                     if time.monotonic() - worker.heard > stall:
                         worker.process.kill()  # its pipe closes, and it is replaced above
@@ -75,23 +94,25 @@ def run_all(
                 worker.end()
 
 
-def _again(worker: _Worker, reason: str, failures: dict[int, int], waiting: list[Any], report: Report) -> None:
-    number = worker.plan.number
+def _again(
+    number: int, reason: str, failures: list[int], waiting: list[int], errors: list[str], listen: Listen
+) -> None:
     failures[number] += 1
     if failures[number] >= ATTEMPTS:
-        raise QptError(
-            f"run {number} failed {ATTEMPTS} times in a row without progress (it {reason}); what was recorded is kept: "
-            "mend the cause and run the same command again"
+        errors.append(
+            f"job {number} failed {ATTEMPTS} times in a row without progress (its process {reason}); what is done is "
+            "kept: fix the cause and run the same command again"
         )
-    report(number, {"incident": f"run {number} {reason.splitlines()[0]}; continued from its last state"})
-    waiting.append((worker.plan, worker.folder))
+        return
+    listen(number, {"incident": f"the process of job {number} {reason.splitlines()[0]}; it goes on in another"})
+    waiting.append(number)
 
 
 class _Worker:
     """The parent's side of one process."""
 
-    def __init__(self, payload: bytes, plan: Plan, folder: Path, cap: float) -> None:
-        self.plan, self.folder = plan, folder
+    def __init__(self) -> None:
+        self.number: int | None = None  # of the job that it is doing
         self.pipe, theirs = os.pipe()
         self.closed, self.heard, self._rest = False, time.monotonic(), b""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (read when the process has ended)
@@ -109,9 +130,18 @@ class _Worker:
             )
         finally:
             os.close(theirs)
+
+    def give(self, number: int, job: Job) -> None:
+        self.number, content = number, pickle.dumps(job)
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # one that died at once is noticed when its pipe closes
-            self.process.stdin.write(pickle.dumps((payload, plan, cap, folder)))
+        with contextlib.suppress(BrokenPipeError):  # one that died is noticed when its pipe closes
+            self.process.stdin.write(len(content).to_bytes(8, "little") + content)
+            self.process.stdin.flush()
+
+    def dismiss(self) -> None:
+        """There is nothing left to do: let the process end."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
 
     def read(self) -> list[dict[str, Any]]:
@@ -122,20 +152,21 @@ class _Worker:
         return [json.loads(line) for line in lines]
 
     def end(self) -> str:
-        """Wait for the process; says why it ended too early, or nothing."""
+        """Wait for the process; says how it ended."""
+        self.dismiss()
         code = self.process.wait()
         os.close(self.pipe)
         self._errors.seek(0)
         text = self._errors.read().decode(errors="replace").strip()
         self._errors.close()
-        if code == 0:
-            return ""
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return f"{how}\n{chr(10).join(text.splitlines()[-8:])}".strip()
 
 
-def _sendable(task: Task) -> bytes:
+def sendable(task: Task, workers: int) -> Payload:
     """The task for another process: as it is, or by its name where the file that QPT_TASKS names has it."""
+    if workers == 0:
+        return task
     if portable(task):
         return pickle.dumps(task)
     if os.environ.get("QPT_TASKS"):
@@ -146,11 +177,20 @@ def _sendable(task: Task) -> bytes:
     )
 
 
+def received(payload: Payload) -> Task:
+    """The task that `sendable` made ready, from our own parent process."""
+    task = pickle.loads(payload) if isinstance(payload, bytes) else payload
+    return get_task(task) if isinstance(task, str) else task
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _main() -> None:
-    """A worker process: one run, told through stdin, that reports one JSON line an iteration."""
+    """A worker process: jobs come through stdin, one at a time; what they say goes out as JSON lines."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    payload, plan, cap, folder = pickle.load(sys.stdin.buffer)  # from our own parent, through a private pipe
-    task = pickle.loads(payload)
 
     def report(message: dict[str, Any]) -> None:
         data = json.dumps(message).encode() + b"\n"
@@ -158,8 +198,12 @@ def _main() -> None:
             data = data[os.write(int(sys.argv[1]), data) :]
 
     try:
-        run(get_task(task) if isinstance(task, str) else task, plan, cap, folder, report)
+        while size := sys.stdin.buffer.read(8):
+            job = pickle.loads(sys.stdin.buffer.read(int.from_bytes(size, "little")))
+            try:
+                job(report)
+            except QptError as error:
+                report({"error": str(error)})
+            report({"done": True})
     except BrokenPipeError:  # the parent is gone: so are we; all that is finished is on disk
         os._exit(1)
-    except QptError as error:
-        report({"error": str(error)})
