@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qpt.algorithms.base import Algorithm, Context, Decision
+from qpt.behaviour import PREFIX, load_behaviour
 from qpt.checkpoint import load_algorithm, resolve
 from qpt.errors import QptError
 from qpt.running import Doubles, Running
@@ -131,8 +132,14 @@ def load_policy(
     device: str = "cpu",
     past_horizon: Literal["error", "clamp"] = "error",
     **settings: Any,
-) -> Policy:
-    """The policy of a checkpoint or run folder; settings replace fields of its config (e.g. candidates=10)."""
+) -> Any:
+    """The `Policy` of a checkpoint or run folder; settings replace fields of its config (e.g. candidates=10).
+
+    "behaviour:TASK/17" is instead one of the `BehaviourPolicy`s that come with the package, number 17 of that task;
+    noise=0 lets it act with its mean action.
+    """
+    if str(path).startswith(PREFIX):
+        return load_behaviour(str(path), **settings)
     folder = resolve(path, which)
     algorithm, manifest = load_algorithm(folder, device)
     if settings:

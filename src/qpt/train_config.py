@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qpt.algorithms.fields import check_fields
+from qpt.data import DataSource
 from qpt.data.paths import expanded
 from qpt.errors import QptError
 
@@ -21,6 +22,8 @@ class TrainConfig:
     """A task of `qpt tasks`; gives the data, the horizon and a simulator for evaluation."""
     data: Path | None = None
     """A data file; overrides the task's. "embedded:ballcircle" is the set that comes with the package."""
+    data_source: DataSource = "dsrl"
+    """Without data: the task's published file (dsrl), or what `qpt collect record` made for it (collected)."""
     horizon: int | None = None
     """Longest episode in steps; without a task, the longest logged one."""
     algorithm: str = "qpt"

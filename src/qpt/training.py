@@ -14,7 +14,7 @@ import torch
 
 from qpt import logs, parallel
 from qpt.algorithms.base import CONSTANT
-from qpt.data import load_dataset
+from qpt.data import load_dataset, of_task
 from qpt.data.checks import noticed
 from qpt.data.sampling import Sampler
 from qpt.data.trajectories import Trajectories
@@ -194,9 +194,11 @@ def _share_tables(sampler: Sampler, first: Sampler) -> None:
 
 
 def _load(config: TrainConfig, task: Task | None) -> Trajectories:
-    source = str(config.data) if config.data is not None else task.name if task is not None else None
-    if source is None:
+    if config.data is None and task is None:
         raise QptError("give --task NAME or --data FILE to train from")
+    if config.data is not None and config.data_source != "dsrl":
+        raise QptError("--data names the data itself; leave out --data-source, or --data")
+    source = str(config.data) if config.data is not None else of_task(task.name if task else "", config.data_source)
     found = load_dataset(source)
     for text in noticed(found.info) if parallel.speaks() else ():
         warnings.warn(f"{source}: {text}", stacklevel=2)

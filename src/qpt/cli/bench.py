@@ -29,6 +29,7 @@ from qpt.cli.grid import (
     tell,
 )
 from qpt.cli.run import run
+from qpt.data import DataSource
 from qpt.errors import QptError, require
 from qpt.experiments.bench import Bench
 from qpt.experiments.jobs import LAST, grid
@@ -48,6 +49,7 @@ def bench_command(
     preset: str = "default",
     data_dir: Path | None = None,
     data: Files = (),
+    data_source: DataSource = "dsrl",
     settings: Settings = (),
     table: Path | None = None,
     machine: Worker = Machine(),  # noqa: B008 (frozen)
@@ -72,6 +74,7 @@ def bench_command(
         preset: What each method's settings start from: default or paper.
         data_dir: A folder with the tasks' data files; what is not there is looked for in the cache.
         data: Data of single tasks, as in BallCircle=embedded:ballcircle.
+        data_source: Data of all other tasks: the published files, or what `qpt collect record` made.
         settings: Settings of the methods and of the runs, as in batch_size=256 qpt.candidates=10.
         table: Where the table of all episodes goes (.csv or .parquet); by default OUT/table.csv.
     """
@@ -94,7 +97,7 @@ def bench_command(
         algorithms,
         seeds=seeds,
         limits=limits or None,
-        data=read_files(data, data_dir, tasks),
+        data=read_files(data, data_dir, tasks, data_source),
         preset=preset,
         overrides=overrides | ({} if steps is None else {"steps": steps}),
         episodes=episodes,

@@ -59,7 +59,7 @@ def calibrate(
         return _held_out(checkpoint, held_out, limits, level, out)
     check_files(out, None, (".csv", ".png", ".svg", ".pdf"))
     policy = load_policy(checkpoint)
-    calibration.check(policy.method)  # type: ignore[arg-type]
+    calibration.check(policy.method)
     name = task or policy.task
     if name is None:
         raise QptError("the checkpoint names no task; give one with --task")
@@ -73,7 +73,7 @@ def calibrate(
         progress=sys.stderr.isatty(),
         record=True,
     )
-    found = calibration.calibrate(policy.method, results)  # type: ignore[arg-type]
+    found = calibration.calibrate(policy.method, results)
     table = Table("limit", "predicted cost", "realised cost", "predicted return", "realised return")
     for row in calibration.rows(found):
         table.add_row(*(f"{value:.1f}" for value in row.values()))
@@ -95,7 +95,7 @@ def _held_out(checkpoint: Path, source: str, limits: tuple[float, ...], level: f
         raise QptError(
             f"{source} holds the data that the policy was trained on; hold some out with qpt data split before training"
         )
-    found = calibration.held_out(policy.method, data)  # type: ignore[arg-type]
+    found = calibration.held_out(policy.method, data)
     table = Table("predicted cost up to", "steps", "mean excess", "share in excess", f"offset for {level:g}")
     for limit in limits:
         excess = found.excess[found.predicted <= limit]

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from qpt.algorithms.base import algorithm_classes
 from qpt.algorithms.fields import choices, fitting
+from qpt.data import DataSource
 from qpt.errors import QptError
 from qpt.experiments.bench import Bench, data_files, run_jobs
 from qpt.experiments.executors import Executor, local_executor, ray_executor
@@ -76,15 +77,17 @@ def check_simulators(tasks: Iterable[str]) -> None:
             raise QptError(f"{task.name} has no simulator here to be evaluated in; see qpt sims install --help")
 
 
-def read_files(texts: Sequence[str], folder: Path | None, tasks: Sequence[str]) -> dict[str, str]:
-    """Files by task, from --data and --data-dir."""
+def read_files(
+    texts: Sequence[str], folder: Path | None, tasks: Sequence[str], source: DataSource = "dsrl"
+) -> dict[str, str]:
+    """Files by task, from --data, --data-dir and --data-source."""
     named: dict[str, str] = {}
     for text in texts:
         task, _, file = text.partition("=")
         if not file:
             raise QptError(f"--data {text} does not name the file of a task; write it as TASK=FILE")
         named[task] = file
-    return data_files(tasks, named, folder)
+    return data_files(tasks, named, folder, source)
 
 
 def read_settings(texts: Sequence[str], algorithms: Sequence[str]) -> dict[str, Any]:

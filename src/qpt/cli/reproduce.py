@@ -30,7 +30,7 @@ from qpt.cli.grid import (
     tell,
 )
 from qpt.cli.run import Command, run_group
-from qpt.data import augment, load_dataset
+from qpt.data import DataSource, augment, load_dataset
 from qpt.errors import QptError
 from qpt.experiments import beside, figures, paper, reproduce, theory
 from qpt.experiments.bench import Bench
@@ -52,6 +52,8 @@ class Setup:
     """Tasks by name; by default the paper's."""
     data: Files = ()
     """Data of single tasks, as in BallCircle=embedded:ballcircle."""
+    data_source: DataSource = "dsrl"
+    """Data of all other tasks: the published files, or what `qpt collect record` made."""
     data_dir: Path | None = None
     """A folder with the tasks' data files; what is not there is looked for in the cache."""
     runs: Path | None = None
@@ -291,7 +293,7 @@ def _plan(setup: Setup, tasks: Sequence[str], algorithms: Sequence[str]) -> repr
     return reproduce.Plan(
         tasks,
         replace(reproduce.SCALES[setup.scale], **given),
-        read_files(setup.data, setup.data_dir, tasks),
+        read_files(setup.data, setup.data_dir, tasks, setup.data_source),
         setup.preset,
         read_settings(setup.settings, algorithms) | {"device": setup.machine.device},
     )

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qpt.cli.run import run
-from qpt.data.download import find_cached
+from qpt.data.download import find_cached, find_collected
 from qpt.errors import QptError
 from qpt.tasks import SIMULATORS, Task, all_tasks
 
@@ -46,7 +46,7 @@ def main(args: list[str]) -> int:
 
 
 def _row(task: Task) -> dict[str, Any]:
-    cached = find_cached(task)
+    cached, collected = find_cached(task), find_collected(task)
     return {
         "name": task.name,
         "suite": task.suite,
@@ -59,6 +59,7 @@ def _row(task: Task) -> dict[str, Any]:
         "trajectories": task.trajectories,
         "data_file": task.data_file,
         "cached": None if cached is None else str(cached),
+        "collected": None if collected is None else str(collected),
         "simulator_installed": task.simulator_installed,
     }
 
@@ -81,23 +82,30 @@ def _show(rows: list[dict[str, Any]]) -> None:
             *(_number(row[key]) for key in ("observation_dim", "action_dim", "horizon")),
             "-" if low is None or high is None else f"{low:.0f}–{high:.0f}",
             *(_number(row[key]) for key in ("cost_max", "trajectories")),
-            _yes(row["cached"] is not None),
+            _data(row),
             _yes(row["simulator_installed"]),
         )
     console.print(table)
     cached, ready = sum(row["cached"] is not None for row in rows), sum(row["simulator_installed"] for row in rows)
     console.print(
-        f"\n{len(rows)} task{'s' * (len(rows) > 1)}: data in the cache for {cached}, simulator installed for {ready}"
+        f"\n{len(rows)} task{'s' * (len(rows) > 1)}: published data in the cache for {cached}, collected data for "
+        f"{sum(row['collected'] is not None for row in rows)}, simulator installed for {ready}"
     )
     published = [row for row in rows if row["suite"] in SIMULATORS]  # a task of one's own may well have neither
     if any(row["cached"] is None for row in published):
-        console.print("`qpt data download TASK` fetches data", style="dim")
+        console.print("`qpt data download TASK` fetches data, `qpt collect record TASK` makes some", style="dim")
     if not all(row["simulator_installed"] for row in published):
         console.print("`qpt sims install` installs the simulators", style="dim")
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}"
+
+
+def _data(row: dict[str, Any]) -> Text:
+    """Whose data of the task are at hand."""
+    kinds = [name for name, key in (("dsrl", "cached"), ("collected", "collected")) if row[key] is not None]
+    return Text(" + ".join(kinds), style="green") if kinds else Text("no", style="dim")
 
 
 def _yes(value: bool) -> Text:

@@ -22,9 +22,10 @@ import numpy.typing as npt
 from qpt.behaviour import Actor
 from qpt.collect import spool
 from qpt.collect.behaviours import Snapshot
+from qpt.collect.filter import careful_cost
 from qpt.collect.recorder import play_episodes
 from qpt.collect.runner import episodes_summary
-from qpt.collect.workers import Payload, Report, received, run_jobs, sendable
+from qpt.collect.workers import Payload, Pool, Report, received, sendable
 from qpt.envs import make_env
 from qpt.envs.surface import SEEDS
 from qpt.errors import QptError
@@ -36,7 +37,6 @@ Facts = dict[str, Any]
 
 BYTES = 400_000  # of a task's snapshots
 MOST = 32  # snapshots of a task
-CAREFUL = 10.0  # the cost up to which a policy counts as careful
 BEYOND = 1.15  # of the cap: what costs more on average has hardly an episode within it
 ROUNDS = {"short": (4, 4), "long": (20, 10)}  # noisy and mean-action episodes of each on the short list, and chosen
 
@@ -108,7 +108,7 @@ def cover(rows: Sequence[tuple[Facts, Facts]], cap: float, low: float, high: flo
     costs = np.array([[fact["cost"] for fact in row] for row in rows])  # [n, 2]
     returns = np.array([[fact["return"] for fact in row] for row in rows])
     inside = costs <= BEYOND * cap
-    careful = min(CAREFUL, 0.25 * cap)
+    careful = careful_cost(cap)
     bounds = [careful, cap, 0.5 * cap, 0.5 * careful, 0.25 * cap, careful, 0.75 * cap, 0.25 * careful, 0.125 * cap]
     bounds += [careful, 0.375 * cap, 0.625 * cap, 0.875 * cap, cap]
     chosen: list[int] = []
@@ -153,7 +153,8 @@ def _play(
         results[i] = folder / "played" / f"{facts[i]['run']}-{facts[i]['iteration']:06d}-{digest}-{stage}.json"
     payload = sendable(task, workers)
     jobs = [partial(_play_one, payload, paths[i], results[i], stage, until) for i in paths if not results[i].exists()]
-    run_jobs(jobs, workers, lambda *_: None)
+    with Pool(workers) as pool:
+        pool.run(jobs, lambda *_: None)
     return {i: json.loads(file.read_text(encoding="utf-8")) for i, file in results.items() if file.exists()}
 
 
@@ -165,15 +166,15 @@ def _play_one(payload: Payload, source: Path, target: Path, stage: str, until: f
     counts = ROUNDS[stage]
     key = [facts["run"], facts["iteration"], list(ROUNDS).index(stage)]
     seeds = np.random.default_rng(key).integers(SEEDS, size=sum(counts)).tolist()
-    began = time.process_time()
     env = make_env(received(payload))
     try:
         parts = ((1.0, seeds[: counts[0]]), (0.0, seeds[counts[0] :]))
         found = {}
         for name, (noise, own) in zip(("noisy", "mean_action"), parts, strict=True):
-            rollout = play_episodes(env, Snapshot(Actor.from_arrays(arrays), noise), own)
+            behaviour = Snapshot(name, Actor.from_arrays(arrays), noise)
+            rollout = play_episodes(env, [(behaviour, seed) for seed in own])
             found[name] = episodes_summary(rollout.returns, rollout.episode_costs, rollout.lengths)
             report({"progress": True})
     finally:
         env.close()
-    write_whole(target, json.dumps({**found, "cpu": time.process_time() - began}), spool.ADVICE)
+    write_whole(target, json.dumps(found), spool.ADVICE)

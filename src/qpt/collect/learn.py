@@ -28,7 +28,7 @@ from qpt.collect.harvest import harvest
 from qpt.collect.runner import load_state, run
 from qpt.collect.schedules import Plan, plans
 from qpt.collect.spool import claimed
-from qpt.collect.workers import Payload, Report, cores, received, run_jobs, sendable
+from qpt.collect.workers import Payload, Pool, Report, cores, received, sendable
 from qpt.envs import make_env
 from qpt.envs.vector import portable
 from qpt.errors import QptError
@@ -135,7 +135,8 @@ def _carry_out(todo: list[_Run], workers: int, until: float, tell: Callable[[str
     jobs = [
         partial(_learn_one, sendable(r.task, workers), r.plan, r.cap, r.folder, versions(r.task), until) for r in todo
     ]
-    run_jobs(jobs, min(workers, len(jobs)), listen)
+    with Pool(workers) as pool:
+        pool.run(jobs, listen)
 
 
 def _learn_one(
@@ -160,7 +161,7 @@ def _notes(task: Task, todo: list[_Run], command: str) -> dict[str, Any]:
         "command": command,
         "seed": own[0][0].plan.seed if own else None,
         "versions": sorted({text for _, facts in own for text in facts["versions"]}),
-        "core_hours": round(sum(facts["times"]["cpu"] for _, facts in own) / 3600, 3),
+        "core_hours": round(sum(facts["times"]["cpu"] for _, facts in own) / 3600, 3),  # of learning
         "simulator_steps": sum(facts["steps"] for _, facts in own),
         "complete": all(one.complete() for one in todo if one.task is task),
         "schedules": [{**_short(one.plan), "learned_steps": facts["steps"]} for one, facts in own],

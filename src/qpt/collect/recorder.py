@@ -82,10 +82,10 @@ def play(
     return _joined(played)
 
 
-def play_episodes(env: SafeEnv, behaviour: Behaviour, seeds: Sequence[int]) -> Rollout:
-    """One episode after the other, each of which depends on the behaviour and its own seed alone."""
-    slot = _Slot(behaviour.noise == 0)
-    for seed in seeds:
+def play_episodes(env: SafeEnv, episodes: Sequence[tuple[Behaviour, int]]) -> Rollout:
+    """One episode after the other, each of which depends on its behaviour and its seed alone."""
+    slot = _Slot(mean=False)
+    for behaviour, seed in episodes:
         observation, act = behaviour.begin(env, seed)
         slot.seeds.append(seed)
         slot.began, ended = len(slot.rows), False

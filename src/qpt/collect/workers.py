@@ -31,67 +31,77 @@ Payload = bytes | Task  # a task on its way to a worker
 ATTEMPTS = 3  # deaths of a job in a row, without progress between them
 
 
-def run_jobs(jobs: Sequence[Job], workers: int, listen: Listen, stall: float = 1800.0) -> None:
-    """Do all jobs; `workers=0` does them in this process, one after the other.
+class Pool:
+    """`workers` processes that do jobs, kept between one `run` and the next; 0: this process does them in turn.
 
     A worker that says nothing for `stall` seconds counts as hung and is replaced. A job that fails holds up no other:
     its error is raised when all others are done. Messages with a key "progress" make earlier deaths of a job forgotten.
     """
-    errors: list[str] = []
-    if workers == 0:
-        for number, job in enumerate(jobs):
-            try:
-                job(lambda message, number=number: listen(number, message))  # type: ignore[misc]
-            except QptError as error:
-                errors.append(str(error))
-    else:
-        _run_in_processes(jobs, workers, listen, stall, errors)
-    if errors:
-        raise QptError("; ".join(dict.fromkeys(errors)))
 
+    def __init__(self, workers: int, stall: float = 1800.0) -> None:
+        self.workers, self.stall = workers, stall
+        self._running: list[_Worker] = []
+        self._selector = selectors.DefaultSelector()
 
-def _run_in_processes(jobs: Sequence[Job], workers: int, listen: Listen, stall: float, errors: list[str]) -> None:
-    waiting = list(range(len(jobs)))[::-1]
-    failures = [0] * len(jobs)
-    running: list[_Worker] = []
-    with selectors.DefaultSelector() as selector:
-        try:
-            while waiting or running:
-                while waiting and len(running) < workers:
-                    running.append(_Worker())
-                    selector.register(running[-1].pipe, selectors.EVENT_READ, running[-1])
-                    number = waiting.pop()
-                    running[-1].give(number, jobs[number])
-                for key, _ in selector.select(timeout=1.0):
-                    worker: _Worker = key.data
-                    for message in worker.read():
-                        if "error" in message:
-                            errors.append(message["error"])
-                        elif "done" in message:
-                            worker.number = None
-                        else:
-                            if "progress" in message:
-                                failures[worker.number or 0] = 0
-                            listen(worker.number or 0, message)
-                    if worker.closed:
-                        selector.unregister(worker.pipe)
-                        running.remove(worker)
-                        reason = worker.end()
-                        if worker.number is not None:
-                            _again(worker.number, reason, failures, waiting, errors, listen)
-                    elif worker.number is None and waiting:
-                        number = waiting.pop()
-                        worker.give(number, jobs[number])
-                    elif worker.number is None:
-                        worker.dismiss()
-                for worker in running:
-                    if time.monotonic() - worker.heard > stall:
-                        worker.process.kill()  # its pipe closes, and it is replaced above
-                        worker.heard = time.monotonic()
-        finally:
-            for worker in running:
-                worker.process.kill()
-                worker.end()
+    def run(self, jobs: Sequence[Job], listen: Listen) -> None:
+        """Do all jobs."""
+        errors: list[str] = []
+        if self.workers:
+            self._share_out(jobs, listen, errors)
+        else:
+            for number, job in enumerate(jobs):
+                try:
+                    job(lambda message, number=number: listen(number, message))  # type: ignore[misc]
+                except QptError as error:
+                    errors.append(str(error))
+        if errors:
+            raise QptError("; ".join(dict.fromkeys(errors)))
+
+    def _share_out(self, jobs: Sequence[Job], listen: Listen, errors: list[str]) -> None:
+        waiting = list(range(len(jobs)))[::-1]
+        failures = [0] * len(jobs)
+        while True:
+            for worker in self._running:
+                if worker.number is None and waiting:
+                    worker.give(waiting[-1], jobs[waiting.pop()])
+            while waiting and len(self._running) < self.workers:
+                self._running.append(_Worker())
+                self._selector.register(self._running[-1].pipe, selectors.EVENT_READ, self._running[-1])
+                self._running[-1].give(waiting[-1], jobs[waiting.pop()])
+            busy = [worker for worker in self._running if worker.number is not None]
+            if not busy:
+                return
+            for key, _ in self._selector.select(timeout=1.0):
+                worker = key.data
+                for message in worker.read():
+                    if "error" in message:
+                        errors.append(message["error"])
+                    elif "done" in message:
+                        worker.number = None
+                    else:
+                        if "progress" in message:
+                            failures[worker.number] = 0
+                        listen(worker.number, message)
+                if worker.closed:
+                    self._selector.unregister(worker.pipe)
+                    self._running.remove(worker)
+                    reason = worker.end()
+                    if worker.number is not None:
+                        _again(worker.number, reason, failures, waiting, errors, listen)
+            for worker in busy:
+                if time.monotonic() - worker.heard > self.stall:
+                    worker.process.kill()  # its pipe closes, and it is replaced above
+                    worker.heard = time.monotonic()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._running:
+            worker.process.kill()
+            worker.end()
+        self._running.clear()
+        self._selector.close()
 
 
 def _again(
@@ -132,17 +142,11 @@ class _Worker:
             os.close(theirs)
 
     def give(self, number: int, job: Job) -> None:
-        self.number, content = number, pickle.dumps(job)
+        self.number, self.heard, content = number, time.monotonic(), pickle.dumps(job)
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # one that died is noticed when its pipe closes
             self.process.stdin.write(len(content).to_bytes(8, "little") + content)
             self.process.stdin.flush()
-
-    def dismiss(self) -> None:
-        """There is nothing left to do: let the process end."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
 
     def read(self) -> list[dict[str, Any]]:
         """The messages that have arrived."""
@@ -153,8 +157,10 @@ class _Worker:
 
     def end(self) -> str:
         """Wait for the process; says how it ended."""
-        self.dismiss()
         code = self.process.wait()
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         os.close(self.pipe)
         self._errors.seek(0)
         text = self._errors.read().decode(errors="replace").strip()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from qpt.data.files import read, write
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from qpt.data.validation import validate
 
 __all__ = ["Trajectories", "load_dataset", "read", "validate", "write"]
+
+DataSource = Literal["dsrl", "collected"]  # whose data the name of a task stands for
+COLLECTED = "collected:"
 
 # Resolved on first use: `import qpt.data` stays cheap, and never imports torch.
 _ROOMS = {
@@ -26,8 +29,9 @@ _ROOMS = {
 def load_dataset(source: str | Path, *, cost_key: str | None = None, action_bound: float | None = 1.0) -> Trajectories:
     """Logged episodes from a file, a task's downloaded file, Minari, or the package itself.
 
-    `source` is a path (HDF5, npz, the folder of a Minari data set), the name of a task whose file is in the cache
-    ("BallCircle"), "minari:ID", or "embedded:ballcircle", a small data set that comes with the package.
+    `source` is a path (HDF5, npz, the folder of a Minari data set), the name of a task whose published file is in the
+    cache ("BallCircle"), "collected:BallCircle" for what `qpt collect record` made for it, "minari:ID", or
+    "embedded:ballcircle", a small data set that comes with the package.
     """
     from qpt.data.files import read
     from qpt.data.validation import look_first  # in a process of its own, where a damaged file does no harm
@@ -60,6 +64,8 @@ def find(source: str | Path) -> Path:
         from qpt.data.minari import folder_of
 
         return folder_of(text.removeprefix("minari:"))
+    if text.startswith(COLLECTED):
+        return _collected(text.removeprefix(COLLECTED))
     try:
         if path.is_file() or (path.exists() and text not in all_tasks()):
             return path
@@ -81,8 +87,25 @@ def find(source: str | Path) -> Path:
     if found is None:
         raise QptError(
             f"the data of {task.name} are not in the cache; run `qpt data download {task.name}`, "
-            f"or collect data of your own with `qpt collect --task {task.name}`"
+            f"or make data of the same kind with `qpt collect record {task.name}` and use --data-source collected"
         )
+    return found
+
+
+def of_task(task: str, source: DataSource) -> str:
+    """What to load for a task: its published data, or those that were collected for it; never one for the other."""
+    return task if source == "dsrl" else f"{COLLECTED}{task}"
+
+
+def _collected(name: str) -> Path:
+    from qpt.data.download import collected_dir, find_collected
+    from qpt.errors import QptError
+    from qpt.tasks import get_task
+
+    task = get_task(name)
+    found = find_collected(task)
+    if found is None:
+        raise QptError(f"no data of {name} were collected in {collected_dir()}; run `qpt collect record {name}`")
     return found
 
 

@@ -31,6 +31,16 @@ def cache_dir() -> Path:
     return expanded(os.environ.get("QPT_DATA_DIR") or "~/.cache/qpt/datasets")
 
 
+def collected_dir() -> Path:
+    """Where `qpt collect record` puts the datasets of tasks, TASK.hdf5 each."""
+    return cache_dir() / "collected"
+
+
+def find_collected(task: Task) -> Path | None:
+    """What was collected for the task, if anything."""
+    return next((f for end in ("hdf5", "npz") if (f := file_at(collected_dir() / f"{task.name}.{end}"))), None)
+
+
 def find_cached(task: Task) -> Path | None:
     """The task's file if it is at hand, in our cache or in DSRL's (DSRL_DATASET_DIR, ~/.dsrl/datasets)."""
     if task.data_file is None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from qpt.data import find, load_dataset
+from qpt.data import COLLECTED, DataSource, find, load_dataset, of_task
 from qpt.data.download import find_cached
 from qpt.errors import QptError
 from qpt.experiments.executors import Executor, local_executor
@@ -68,7 +68,9 @@ def _file(data: str | None) -> str:
 def _check_same_data(done: Sequence[Job], root: Path) -> None:
     """A run that is finished must have been trained on the very file that is named now, not on one called alike."""
     prints: dict[str, str] = {}
-    for data in {job.data for job in done if job.data is not None and Path(job.data).is_file()}:
+    for data in {job.data for job in done if job.data is not None}:
+        if not (data.startswith(COLLECTED) or Path(data).is_file()):
+            continue
         with suppress(QptError):  # what is done needs no data
             prints[data] = load_dataset(data, action_bound=None).fingerprint
     for job in done:
@@ -80,14 +82,21 @@ def _check_same_data(done: Sequence[Job], root: Path) -> None:
             )
 
 
-def data_files(tasks: Sequence[str], named: Mapping[str, str], folder: Path | None) -> dict[str, str]:
-    """The data of each task: as named, else from the folder, else (nothing here) from the cache.
+def data_files(
+    tasks: Sequence[str], named: Mapping[str, str], folder: Path | None, source: DataSource = "dsrl"
+) -> dict[str, str]:
+    """The data of each task: as named, else what was collected if that is asked for, else from the folder, else
+    (nothing here) from the cache.
 
     In the folder a file may hold another number of episodes than the published one: "...-v0-80-900.hdf5" will do.
     """
     unknown = sorted(set(named) - set(tasks))
     if unknown:
         raise QptError(f"--data names {unknown[0]!r}, which is not among the tasks; add it to --tasks or leave it out")
+    if source == "collected":
+        if folder is not None:
+            raise QptError("--data-dir is a folder of published files; leave it or --data-source collected out")
+        return {name: named.get(name) or of_task(name, source) for name in tasks}
     found = dict(named)
     for task in (get_task(name) for name in tasks if name not in named):
         if folder is not None and task.data_file is not None:
@@ -117,7 +126,7 @@ def check_data(jobs: Sequence[Job]) -> None:
         try:
             find(data if data is not None else str(task))
         except QptError:
-            if task is None or get_task(task).data_file is None:
+            if task is None or get_task(task).data_file is None or str(data).startswith(COLLECTED):
                 raise
             missing.append((task, data))
     if missing:
@@ -125,6 +134,6 @@ def check_data(jobs: Sequence[Job]) -> None:
         where = f" (looked for {', '.join(str(d) for _, d in missing if d is not None)})" if data is not None else ""
         raise QptError(
             f"the data of {names.replace(' ', ', ')} are missing{where}; run `qpt data download {names}`, or make data "
-            f"of your own with `qpt collect --task {task} --out {data or get_task(task).data_file}` and name the files "
-            "with --data TASK=FILE or their folder with --data-dir"
+            f"of the same kind with `qpt collect record {names}` and use --data-source collected; files elsewhere are "
+            "named with --data TASK=FILE, or their folder with --data-dir"
         )

@@ -40,7 +40,7 @@ MACHINE = {
     *("log_every", "progress", "tensorboard", "wandb"),
 }
 SET_BY_JOB = {
-    *("task", "data", "algorithm", "config", "seed", "out", "resume"),
+    *("task", "data", "data_source", "algorithm", "config", "seed", "out", "resume"),
     *("eval_every", "eval_episodes", "eval_limits", "eval_seed"),
 }
 JOB, DONE, EPISODES, EVENTS = "job.json", "done.json", "episodes.csv", "events.jsonl"
@@ -51,7 +51,7 @@ class Job:
     """What to train and how to evaluate it. Equal keys mean equal training runs."""
 
     task: str | None = None  # gives the data, the horizon and the simulator; without one nothing is evaluated
-    data: str | None = None  # a file, or "embedded:..."; None: the task's own
+    data: str | None = None  # a file, or "collected:...", "embedded:..."; None: the task's published file
     algorithm: str
     preset: str = "default"
     seed: int = 0
@@ -346,7 +346,7 @@ def _data_name(data: str | None, task: str | None) -> str:
     """What the data are called on every machine; nothing where they are the task's own."""
     if data is None:
         return ""
-    name = data if data.startswith(("embedded:", "minari:")) else Path(data).name
+    name = data if data.startswith(("collected:", "embedded:", "minari:")) else Path(data).name
     known = all_tasks().get(task or "")
     return "" if known is not None and name == known.data_file else name
 

@@ -15,6 +15,7 @@ from qpt.episodes import Episodes
 from qpt.errors import QptError
 from qpt.experiments.jobs import DONE, EPISODES, JOB, RULES, Job, is_done, read_json
 from qpt.experiments.scores import score
+from qpt.tasks import all_tasks
 
 Strings = npt.NDArray[np.str_]
 Ints = npt.NDArray[np.int64]
@@ -79,20 +80,29 @@ def collect_results(root: str | Path, jobs: Sequence[Job] | None = None) -> Resu
         once = {(job.key, job.label): job for job in jobs}
         runs = [(job.key, root / job.key, job) for job in once.values() if is_done(job, root)]
     parts: list[tuple[str, Job, Episodes]] = []
-    sources: dict[str, set[tuple[str, bool]]] = {}  # fingerprint, and whether the data are a surrogate
+    sources: dict[str, set[str]] = {}  # fingerprints of the data
+    kinds: dict[str, set[str]] = {}  # and what they are, by the tasks that have them
     for key, folder, job in runs:
         if not (folder / EPISODES).exists():  # a task without a simulator
             continue
         parts.append((key, job, Episodes.load(folder / EPISODES)))
         facts = (read_json(folder / DONE) or {}).get("data", {})
-        sources.setdefault(str(job.task), set()).add((str(facts.get("fingerprint")), bool(facts.get("surrogate"))))
+        sources.setdefault(str(job.task), set()).add(str(facts.get("fingerprint")))
+        kinds.setdefault(_kind(facts, job.task), set()).add(str(job.task))
     notes += [
         f"The runs of {task} were trained on different data." for task, found in sources.items() if len(found) > 1
     ]
-    stand_ins = ", ".join(task for task, found in sources.items() if any(surrogate for _, surrogate in found))
-    if stand_ins:
-        notes.append(f"Trained on surrogate data, not on the published ones: {stand_ins}.")
+    notes += [f"Trained on {kind}: {', '.join(sorted(found))}." for kind, found in sorted(kinds.items()) if kind]
     return Results.of(parts, tuple(notes))
+
+
+def _kind(facts: Mapping[str, Any], task: str | None) -> str:
+    """Whose data a run was trained on, if that is known."""
+    known = all_tasks().get(task or "")
+    if facts.get("surrogate"):
+        return "surrogate data, not on the published ones"
+    published = known is not None and Path(str(facts.get("source"))).name == known.data_file
+    return "the published data" if published else ""
 
 
 def _finished(root: Path, notes: list[str]) -> list[tuple[str, Path, Job]]:
