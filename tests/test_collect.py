@@ -1,9 +1,8 @@
-"""Collect: the learner against slow references, the filter's promises, and files that one seed makes again."""
+"""Learning: the learner against slow references, the filter's promises, and snapshots that one seed makes again."""
 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import signal
@@ -18,22 +17,20 @@ import gymnasium
 import numpy as np
 import pytest
 
+from qpt.behaviour import Actor, Snapshots, read_snapshots
 from qpt.cli import main
-from qpt.collect import collect, grid_filter, plans, record_policy
-from qpt.collect.collection import own_task
-from qpt.collect.filter import BINS, TOP, cells
+from qpt.collect import harvest, learn, spool
+from qpt.collect.behaviours import Snapshot
+from qpt.collect.filter import BINS, SHARE, TOP, careful_cost, cells, grid_filter
+from qpt.collect.learn import own_task
 from qpt.collect.ppo import Batch, Learner, Multiplier, Settings, gae, loss_gradient, shapes, views
-from qpt.collect.recorder import play
+from qpt.collect.recorder import play, play_episodes
 from qpt.collect.runner import run
-from qpt.collect.schedules import Penalty
-from qpt.collect.spool import chunks, gather, read_chunk, summary
-from qpt.collect.workers import run_all
-from qpt.data import read
-from qpt.data.trajectories import Trajectories
+from qpt.collect.schedules import Penalty, plans
+from qpt.collect.workers import Pool
 from qpt.envs import make_env
 from qpt.envs.toy import stitching, tradeoff
 from qpt.errors import QptError
-from qpt.evaluation import CallablePolicy
 from qpt.tasks import Task
 
 TOY = tradeoff(0).task()
@@ -152,7 +149,7 @@ def test_ppo_learns_a_trivial_task_and_keeps_a_limit(tmp_path: Path) -> None:
         )
         told: list[dict[str, Any]] = []
         (plan,) = plans("Target", 20.0, file=table)
-        run(task, plan, 20.0, tmp_path / str(share), told.append)
+        run(task, plan, 20.0, tmp_path / str(share), "", told.append)
         assert told[1]["return"] < -9  # nothing is known at first
         ends[share] = told[-1]
     assert ends[1.0]["return"] > -4.5
@@ -178,8 +175,9 @@ def test_penalty_grows_above_a_value_that_moves_with_the_run() -> None:
         np.testing.assert_allclose(penalty.at(share, sizes), expected)
 
 
-def test_penalty_changes_what_is_learned_and_not_what_is_recorded(tmp_path: Path) -> None:
+def test_penalty_changes_what_is_learned_and_not_what_is_reported(tmp_path: Path) -> None:
     task = Task(name="Sped", env_factory=Sped, horizon=20, cost_max=20.0)
+    seen = np.linspace(-1, 1, 200, dtype=np.float32)[:, None]
     ends: dict[float, float] = {}
     for weight in (0.0, 20.0):
         table = tmp_path / "s.toml"
@@ -189,14 +187,10 @@ def test_penalty_changes_what_is_learned_and_not_what_is_recorded(tmp_path: Path
         )
         (plan,) = plans("Sped", 20.0, file=table)
         folder = tmp_path / str(weight)
-        run(task, plan, 20.0, folder, lambda _: None)
-        data = gather([folder])
-        late = data.select(np.flatnonzero(np.array(data.info["iteration"]) > 10))
-        np.testing.assert_allclose(  # the environment's own rewards
-            late.rewards, -np.abs(late.actions - late.observations)[:, 0], atol=1e-6
-        )
-        calm = late.select(np.array(late.info["mean_action"], bool))
-        ends[weight] = float((np.abs(calm.actions) > 0.4).mean())
+        run(task, plan, 20.0, folder, "", lambda _: None)
+        arrays, facts = spool.load(snapshots_in(folder)[-1])
+        assert -20 < facts["noisy"]["return"] < 0  # the environment's own rewards
+        ends[weight] = float((np.abs(Actor.from_arrays(arrays)(seen).clip(-1, 1)) > 0.4).mean())
     assert ends[0.0] > 0.45  # 0.6 of the best actions
     assert ends[20.0] < 0.15
 
@@ -248,19 +242,33 @@ def test_filter_keeps_its_promises(wanted: int) -> None:
     within = np.flatnonzero(costs <= cap)
     column, row = cells(returns[within], costs[within], cap, returns[within].min(), returns[within].max())
     tops = [within[column == b][np.argsort(-returns[within][column == b])[:TOP]] for b in range(BINS)]
-    if wanted >= TOP * BINS:
+    if wanted >= TOP * (BINS + 1):
         assert set(np.concatenate(tops)) <= set(kept)
     np.testing.assert_array_equal(kept, grid_filter(returns, costs, lengths, cap, wanted, seed=3))
     if wanted == 400:  # quotas: as the square root of the steps of a cell, where there are enough episodes
-        cell, drawn = column * BINS + row, np.isin(within, np.setdiff1d(kept, np.concatenate(tops)))
+        careful = costs[within] <= careful_cost(cap)  # a bin that both kinds share counts as two
+        groups = [within[(column == b) & (careful == kind)] for b in range(BINS) for kind in (False, True)]
+        tops = [group[np.argsort(-returns[group])[:TOP]] for group in groups]
+        cell, drawn = (column + BINS * ~careful) * BINS + row, np.isin(within, np.setdiff1d(kept, np.concatenate(tops)))
         open_ = ~np.isin(within, np.concatenate(tops))
-        steps = np.bincount(cell, weights=lengths[within], minlength=BINS**2)
-        have, took = np.bincount(cell[open_], minlength=BINS**2), np.bincount(cell[drawn], minlength=BINS**2)
+        steps = np.bincount(cell, weights=lengths[within], minlength=2 * BINS**2)
+        have, took = (np.bincount(cell[rows], minlength=2 * BINS**2) for rows in (open_, drawn))
         free = took < have
         factor = took[free].sum() / np.sqrt(steps[free]).sum()
         np.testing.assert_allclose(took[free], factor * np.sqrt(steps[free]), atol=1.0)
         full = ~free & (have > 0)
         assert (have[full] <= factor * np.sqrt(steps[full]) + 1.0).all()
+
+
+@pytest.mark.parametrize("there", [30, 300])
+def test_filter_keeps_a_share_of_careful_episodes(there: int) -> None:
+    rng = np.random.default_rng(there)
+    costs = np.concatenate([rng.uniform(20, 200, 3000), rng.uniform(0, 10, there)])
+    returns, lengths, wanted = rng.normal(costs, 50), np.full(len(costs), 100), 500
+    kept = grid_filter(returns, costs, lengths, 200.0, wanted)
+    assert len(kept) == wanted
+    careful = int((costs[kept] <= 10).sum())
+    assert careful == (there if there < SHARE * wanted else int(np.ceil(SHARE * wanted)))
 
 
 def test_filter_of_few_keeps_all_within_the_cap() -> None:
@@ -312,54 +320,60 @@ def test_episodes_are_recorded_as_executed(task: Task, envs: int) -> None:
     assert kinds == ({"terminal", "timeout"} if task.name == "Falls" else kinds)
 
 
-def same(a: Trajectories, b: Trajectories) -> None:
-    assert a.fingerprint == b.fingerprint
-    assert {k: v for k, v in a.info.items() if k != "source"} == {k: v for k, v in b.info.items() if k != "source"}
+def snapshots_in(folder: Path) -> list[Path]:
+    return sorted((folder / "snapshots").glob("*.npz"))
 
 
-def test_one_seed_gives_one_data_set_with_any_number_of_workers(tmp_path: Path, schedule: Path) -> None:
-    wish: dict[str, Any] = {"trajectories": 120, "steps": 7000, "runs": 2, "cost_cap": CAP, "schedule": schedule}
-    here = collect(TOY, tmp_path / "here", seed=4, workers=0, **wish)
-    one = collect(TOY, tmp_path / "one", seed=4, workers=1, **wish)
-    two = collect(TOY, tmp_path / "two", seed=4, workers=2, **wish)
-    same(here.trajectories, one.trajectories)
-    same(one.trajectories, two.trajectories)
-    assert len(here.trajectories) == 120
-    assert here.trajectories.episode_costs.max() <= CAP
-    assert len(here.trajectories.info["env_seed"]) == 120
-    other = collect(TOY, tmp_path / "other", seed=5, workers=0, **wish)
-    assert other.trajectories.fingerprint != here.trajectories.fingerprint
+def same_snapshots(a: Path, b: Path) -> None:
+    names = [path.relative_to(a) for path in sorted(a.rglob("snapshots/*.npz"))]
+    assert len(names) > 2
+    assert names == [path.relative_to(b) for path in sorted(b.rglob("snapshots/*.npz"))]
+    for name in names:
+        assert (a / name).read_bytes() == (b / name).read_bytes()
 
 
-def test_recorded_episodes_play_again_from_their_seeds(tmp_path: Path, schedule: Path) -> None:
-    wish: dict[str, Any] = {"steps": 4000, "runs": 1, "trajectories": 40, "cost_cap": CAP, "schedule": schedule}
-    data = collect(TOY, tmp_path / "x", workers=0, **wish).trajectories
-    env = make_env(TOY)
-    for e in range(0, len(data), 5):
-        env.reset(seed=data.info["env_seed"][e])
-        for t in range(data.offsets[e], data.offsets[e + 1]):
-            _, reward, _, _, info = env.step(data.actions[t])
-            assert np.float32(reward) == data.rewards[t]
-            assert np.float32(info["cost"]) == data.costs[t]
+@pytest.mark.parametrize("task", [TOY, Task(name="Falls", env_factory=Falls, horizon=20)], ids=["toy", "falls"])
+def test_an_episode_depends_on_its_behaviour_and_its_seed_alone(task: Task) -> None:
+    env = make_env(task)
+    learner = Learner(Settings(hidden=8), env.observation_dim, env.action_dim, 1.0)
+    learner.initialise(np.random.default_rng(3))
+    behaviours = [Snapshot(str(noise), learner.actor(), noise) for noise in (0.0, 2.0)]
+    todo = [(behaviours[k % 2], 5 + k // 2) for k in range(8)]
+    together = play_episodes(env, todo)
+    assert (together.seeds == [seed for _, seed in todo]).all()
+    for k in reversed(range(len(todo))):
+        alone, rows = play_episodes(env, [todo[k]]), slice(together.offsets[k], together.offsets[k + 1])
+        for name in ("observations", "drawn", "actions", "rewards", "costs", "terminals", "timeouts"):
+            np.testing.assert_array_equal(getattr(alone, name), getattr(together, name)[rows])
+        np.testing.assert_array_equal(alone.final_observations[0], together.final_observations[k])
+        mean = todo[k][0].actor(alone.observations)
+        assert np.allclose(alone.drawn, mean, rtol=1e-5, atol=1e-6) == (todo[k][0].noise == 0)
+    assert np.abs(together.drawn).max() > 1.0 >= np.abs(together.actions).max()
 
 
-def test_the_chosen_are_gathered_as_from_all(tmp_path: Path, schedule: Path) -> None:
-    todo = plans(TOY.name, CAP, steps=4000, runs=2, file=schedule)
-    folders = [tmp_path / "0", tmp_path / "1"]
-    run_all(TOY, todo, CAP, folders, 0, lambda *_: None)
-    everything = gather(folders)
-    assert [row[0] for folder in folders for row in summary(folder)] == everything.returns.tolist()
-    index = np.sort(np.random.default_rng(0).choice(len(everything), 25, replace=False))
-    chosen = gather(folders, index)
-    assert chosen.fingerprint == everything.select(index).fingerprint
-    for key in ("env_seed", "mean_action", "run", "iteration"):
-        assert chosen.info[key] == [everything.info[key][i] for i in index]
+# -- learning ----------------------------------------------------------------------------------------------------------
 
 
-def test_interrupted_anywhere_nothing_is_lost_and_the_result_is_the_same(tmp_path: Path, schedule: Path) -> None:
+def test_one_seed_gives_the_same_snapshots_with_any_number_of_workers(tmp_path: Path, schedule: Path) -> None:
+    found: dict[str, Snapshots] = {}
+    for name, workers in (("here", 0), ("one", 1), ("two", 2)):
+        wish: dict[str, Any] = {"seed": 4, "steps": 5000, "runs": 2, "cost_cap": CAP, "schedule": schedule}
+        (file,) = learn.learn([TOY], tmp_path / name, workers=workers, **wish)
+        found[name] = read_snapshots(file)
+    for name in ("one", "two"):
+        same_snapshots(tmp_path / "here", tmp_path / name)
+        assert found[name].table == found["here"].table
+        for one, other in zip(found[name].actors, found["here"].actors, strict=True):
+            for key, values in one.arrays().items():
+                np.testing.assert_array_equal(values, other.arrays()[key])
+    (file,) = learn.learn([TOY], tmp_path / "other", workers=0, **{**wish, "seed": 5})
+    assert read_snapshots(file).table != found["here"].table
+
+
+def test_interrupted_anywhere_the_result_is_the_same(tmp_path: Path, schedule: Path) -> None:
     (plan,) = plans(TOY.name, CAP, steps=12_000, runs=1, file=schedule)
     whole = tmp_path / "whole"
-    run(TOY, plan, CAP, whole, lambda _: None)
+    run(TOY, plan, CAP, whole, "", lambda _: None)
 
     class Stopped(Exception):
         pass
@@ -374,25 +388,26 @@ def test_interrupted_anywhere_nothing_is_lost_and_the_result_is_the_same(tmp_pat
 
     broken = tmp_path / "broken"
     for attempt in range(50):
-        held = {p.name for p in chunks(broken)}
-        if attempt == 2:  # recorded, but not yet learned from: the state is one rollout behind
-            shutil.copy(broken / "state.safetensors", tmp_path / "old")
+        if attempt == 2:  # a snapshot is there that the state does not know of: it is one rollout behind
+            shutil.copy(broken / "state.npz", tmp_path / "old")
         if attempt == 3:
-            shutil.copy(tmp_path / "old", broken / "state.safetensors")
+            shutil.copy(tmp_path / "old", broken / "state.npz")
         try:
-            run(TOY, plan, CAP, broken, stop)
+            run(TOY, plan, CAP, broken, "", stop)
             break
         except Stopped:
-            assert held <= {p.name for p in chunks(broken)}
+            pass
     assert attempt > 2
-    assert [p.name for p in chunks(broken)] == [p.name for p in chunks(whole)]
-    same(gather([broken]), gather([whole]))
+    same_snapshots(broken, whole)
+    state = spool.load(broken / "state.npz")[0]
+    for name, values in spool.load(whole / "state.npz")[0].items():
+        np.testing.assert_array_equal(values, state[name])
 
 
 def test_killed_worker_is_replaced_and_the_result_is_the_same(tmp_path: Path, schedule: Path) -> None:
     todo = plans(TOY.name, CAP, steps=9000, runs=2, file=schedule)
-    quiet = [tmp_path / "a0", tmp_path / "a1"]
-    run_all(TOY, todo, CAP, quiet, 0, lambda *_: None)
+    for plan in todo:
+        run(TOY, plan, CAP, tmp_path / "quiet" / str(plan.number), "", lambda _: None)
     killed: list[int] = []
     incidents: list[str] = []
 
@@ -403,133 +418,172 @@ def test_killed_worker_is_replaced_and_the_result_is_the_same(tmp_path: Path, sc
             killed.append(next(int(pid) for pid in reversed(children) if "qpt.collect" in _command(pid)))
             os.kill(killed[-1], signal.SIGKILL)
 
-    folders = [tmp_path / "b0", tmp_path / "b1"]
-    run_all(TOY, todo, CAP, folders, 2, kill_once)
+    with Pool(2) as pool:
+        pool.run([partial(run, TOY, plan, CAP, tmp_path / "b" / str(plan.number), "") for plan in todo], kill_once)
     assert len(incidents) == 1
     assert "SIGKILL" in incidents[0]
-    same(gather(folders), gather(quiet))
+    same_snapshots(tmp_path / "quiet", tmp_path / "b")
 
 
 def _command(pid: str) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text()
 
 
-def test_command_killed_and_run_again_gives_the_same_bytes(tmp_path: Path, schedule: Path) -> None:
+def _fail(text: str, report: Any) -> None:
+    if text:
+        raise QptError(text)
+    report({"progress": True})
+
+
+def _die(report: Any) -> None:
+    del report
+    os._exit(3)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_job_that_fails_holds_up_no_other(workers: int) -> None:
+    heard: list[int] = []
+    with Pool(workers) as pool:
+        jobs = [partial(_fail, "it is broken" if k == 1 else "") for k in range(5)]
+        with pytest.raises(QptError, match=r"^it is broken$"):
+            pool.run(jobs, lambda number, _: heard.append(number))
+        assert sorted(heard) == [0, 2, 3, 4]
+        pool.run(jobs[2:], lambda number, _: heard.append(10 + number))  # the same processes
+        assert sorted(heard) == [0, 2, 3, 4, 10, 11, 12]
+        if workers:
+            with pytest.raises(QptError, match=r"job 0 failed 3 times in a row .*exit code 3"):
+                pool.run([_die], lambda *_: None)
+
+
+def test_a_run_stops_when_the_time_is_over_and_goes_on_later(tmp_path: Path, schedule: Path) -> None:
+    told: list[str] = []
+    wish: dict[str, Any] = {"steps": 6000, "runs": 2, "cost_cap": CAP, "schedule": schedule, "workers": 0}
+    assert learn.learn([TOY], tmp_path / "a", hours=1e-9, tell=told.append, **wish) == []
+    assert told == ["0 of 1 tasks are learned; run the same command again to go on"]
+    calls = 0
+    while not learn.learn([TOY], tmp_path / "a", hours=0.3 / 3600, **wish):
+        calls += 1
+        assert calls < 100
+    learn.learn([TOY], tmp_path / "b", **wish)
+    assert calls > 0
+    same_snapshots(tmp_path / "a", tmp_path / "b")
+
+
+def test_an_unfinished_learning_can_be_harvested(tmp_path: Path, schedule: Path) -> None:
+    wish: dict[str, Any] = {"runs": 2, "cost_cap": CAP, "schedule": schedule, "workers": 0}
+    with pytest.raises(QptError, match="nothing was learned yet"):
+        learn.learn([TOY], tmp_path, finish=True, **wish)
+    assert learn.learn([TOY], tmp_path, steps=200_000, hours=0.5 / 3600, **wish) == []
+    (file,) = learn.learn([TOY], tmp_path, steps=200_000, finish=True, **wish)
+    found = read_snapshots(file)
+    assert found.provenance["complete"] is False
+    learned = sum(row["learned_steps"] for row in found.provenance["schedules"])
+    assert 0 < learned == found.provenance["simulator_steps"] < 200_000
+    assert found.provenance["core_hours"] >= 0
+    assert "numpy" in found.provenance["versions"][0]
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / TOY.name / "played").iterdir()}
+    learn.learn([TOY], tmp_path, steps=200_000, finish=True, **wish)
+    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / TOY.name / "played").iterdir()}  # not played again
+
+
+def test_command_killed_and_run_again_gives_the_same_snapshots(tmp_path: Path, schedule: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from qpt.envs.toy import tradeoff\n\n\ndef make():\n    return tradeoff(0).env()\n"
     )
-    command = [sys.executable, "-c", "import sys; from qpt.cli import main; sys.exit(main())"]
-    command += ["collect", "--env", "mine:make", "--cost-cap", "40", "--steps", "12000", "--trajectories", "100"]
-    command += ["--workers", "1", "--no-picture", "--schedule", str(schedule), "--out"]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    bare = tmp_path / "bare"  # of the packages, the machine has numpy and Gymnasium alone
+    bare.mkdir()
+    (bare / "sitecustomize.py").write_text(
+        "import sys\nfor name in ('torch', 'h5py', 'tyro', 'rich', 'safetensors', 'matplotlib'):\n"
+        "    sys.modules[name] = None\n"
+    )
+    command = [sys.executable, "-m", "qpt.collect.learn", "--env", "mine:make", "--cost-cap", "40", "--steps", "9000"]
+    command += ["--workers", "1", "--schedule", str(schedule), "--out"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(bare), *sys.path])}
 
-    def start(out: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([*command, out], cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
+    def start(out: str, env: dict[str, str] = env) -> subprocess.Popen[str]:
+        return subprocess.Popen([*command, out], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
 
-    assert start("whole.hdf5").wait() == 0
-    process = start("killed.hdf5")
-    parts = tmp_path / "killed.hdf5.parts"
+    process = start("killed")
     deadline = time.monotonic() + 60
-    while not chunks(parts / "run-0"):
+    while len(snapshots_in(tmp_path / "killed" / "mine.make" / "run-0")) < 3:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.kill()
-    process.wait()
-    episodes = summary(parts / "run-0")
-    assert episodes
-    assert start("killed.hdf5").wait() == 0
-    assert (tmp_path / "whole.hdf5").read_bytes() == (tmp_path / "killed.hdf5").read_bytes()
-    assert not parts.exists()
-    info = read(tmp_path / "whole.hdf5").info
-    assert info["note"] == "collected with qpt"
-    assert "surrogate" not in info
-    assert json.loads(info["schedules"])[0]["steps"] == 12_000
+    process.communicate()
+    said = start("killed").communicate()[1]
+    assert "safetensors is not installed here: run this with --finish where it is" in said
+    assert not (tmp_path / "killed" / "mine.make.safetensors").exists()
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *sys.path])
+    assert "wrote killed/mine.make.safetensors" in start("killed").communicate()[1]
+    assert "wrote whole/mine.make.safetensors" in start("whole").communicate()[1]
+    same_snapshots(tmp_path / "killed", tmp_path / "whole")
+    one, other = (read_snapshots(tmp_path / name / "mine.make.safetensors") for name in ("killed", "whole"))
+    assert one.table == other.table
+    assert one.provenance["command"].startswith("qpt collect learn --env mine:make")
+    assert one.provenance["schedules"][0]["steps"] == 9000
 
 
-def hasty(observations: np.ndarray) -> np.ndarray:
-    return np.full((len(observations), 1), 3.0)  # beyond the bounds: recorded as executed, at 1
+# -- choosing snapshots ------------------------------------------------------------------------------------------------
 
 
-def test_a_policy_of_ones_own_is_recorded(tmp_path: Path) -> None:
-    wish: dict[str, Any] = {"trajectories": 25, "cost_limits": (5.0, 9.0), "workers": 0, "chunk": 10}
-    name, told = f"{__name__}:hasty", list[tuple[int, int]]()
-    task = Task(name="Target", env_factory=Target, horizon=20)
-    recorded = record_policy(name, task, tmp_path / "p", report=lambda *at: told.append(at), **wish)
-    whole = recorded.trajectories
-    assert len(whole) == recorded.recorded == 25
-    assert (whole.actions == 1.0).all()
-    # it knows no limit: at each of them it would give the same episodes again
-    assert [len(read_chunk(path)["lengths"]) for path in chunks(tmp_path / "p")] == [10, 10, 5]
-    assert len(np.unique(whole.observations[whole.offsets[:-1]], axis=0)) == 25
-    assert "cost_limits" not in whole.info
-    assert told == [(10, 25), (20, 25), (25, 25)]
-    chunks(tmp_path / "p")[1].unlink()  # as if it had been interrupted
-    same(record_policy(name, task, tmp_path / "p", **wish).trajectories, whole)
+def made_up(n: int, seed: int) -> list[tuple[dict[str, float], dict[str, float]]]:
+    rng = np.random.default_rng(seed)
+    costs = rng.gamma(1.0, 60.0, n)
+    returns = 10 * np.sqrt(costs) * rng.uniform(0, 1, n)
+    return [
+        ({"cost": c, "return": r}, {"cost": 0.8 * c, "return": 1.1 * r}) for c, r in zip(costs, returns, strict=True)
+    ]
 
 
-class Obeys(CallablePolicy):
-    """Its action is a hundredth of its limit."""
+@pytest.mark.parametrize("count", [5, 10, 24])
+def test_chosen_snapshots_cover_the_plane(count: int) -> None:
+    cap, rows = 100.0, made_up(400, count)
+    chosen = harvest.cover(rows, cap, 0.0, 100.0, count)
+    assert len(chosen) == len(set(chosen)) == count
+    costs, returns = (np.array([[part[key] for part in row] for row in rows]) for key in ("cost", "return"))
 
-    limit_mode = "live"
+    def best(bound: float, among: Any = slice(None)) -> float:
+        return float(returns[among][costs[among] <= bound].max())
 
-    def __init__(self, mode: str = "live", trained: float | None = None, weights: str = "a") -> None:
-        super().__init__(lambda o: np.tile(self.limits[:, None] / 100, (1, o.shape[1])))
-        self.limit_mode, self.trained_limit, self.sha256 = mode, trained, {"policy": weights}
-
-    def reset(self, n: int, *, cost_limits: Any, seeds: Any) -> None:  # noqa: ARG002
-        if self.trained_limit is not None and (cost_limits != self.trained_limit).any():
-            raise QptError("trained for another limit")
-        self.limits = np.array(cost_limits)
-
-    def restart(self, indices: Any, *, cost_limits: Any, seeds: Any) -> None:  # noqa: ARG002
-        self.limits[indices] = cost_limits
-
-
-def test_a_policy_that_obeys_limits_begins_anew_at_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qpt.collect.collection._policy", lambda _: Obeys())
-    wish: dict[str, Any] = {"trajectories": 14, "cost_limits": (5.0, 9.0, 70.0), "workers": 0, "chunk": 4}
-    task = Task(name="Target", env_factory=Target, horizon=20)
-    whole = record_policy("x", task, tmp_path / "p", **wish).trajectories
-    limits, counts = np.unique((100 * whole.actions[whole.offsets[:-1], 0]).round(), return_counts=True)
-    assert dict(zip(limits, counts, strict=True)) == {5: 5, 9: 5, 70: 4}
-    assert len(np.unique(whole.observations[whole.offsets[:-1]], axis=0)) == 14
-    assert whole.info["cost_limits"] == [5.0, 9.0, 70.0]
-    for path in chunks(tmp_path / "p")[1:3]:
-        path.unlink()
-    same(record_policy("x", task, tmp_path / "p", **wish).trajectories, whole)
-    monkeypatch.setattr("qpt.collect.collection._policy", lambda _: Obeys(weights="b"))
-    chunks(tmp_path / "p")[-1].unlink()
-    with pytest.raises(QptError, match="other settings"):  # the checkpoint was trained on meanwhile
-        record_policy("x", task, tmp_path / "p", **wish)
+    for bound in (10.0, 100.0, 50.0)[: count // 2]:  # the best of all that keep these costs
+        assert best(bound, chosen) == best(bound)
+    assert (costs[chosen].min(1) <= harvest.BEYOND * cap).all()  # those beyond the cap are of no use
+    if count == 24:  # and poor and middling ones: nowhere in the plane is one far away
+        points = np.stack([costs / cap, returns / 100.0], -1)
+        inside = costs <= cap
+        away = [np.linalg.norm(points[chosen][inside[chosen]] - p, axis=1).min() for p in points[inside]]
+        assert max(away) < 0.25
+    assert len(harvest.cover(rows[:3], cap, 0.0, 100.0, count)) == 3  # as many as there are
 
 
-def test_a_refused_recording_leaves_nothing_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qpt.collect.collection._policy", lambda _: Obeys("trained", 30.0))
-    task = Task(name="Target", env_factory=Target, horizon=20)
-    wish: dict[str, Any] = {"trajectories": 4, "workers": 0}
-    for wrong, match in (
-        ({"cost_limits": (-1.0,)}, "cost limits are finite and not negative"),
-        ({"cost_limits": (5.0,)}, "trained for another limit"),
-        ({"cost_cap": float("nan")}, "the cost cap must be a number of at least 0, not nan"),
-    ):
-        with pytest.raises(QptError, match=match):
-            record_policy("x", task, tmp_path / "p", **wish, **wrong)
-        assert not (tmp_path / "p").exists()
-    data = record_policy("x", task, tmp_path / "p", **wish).trajectories
-    assert data.info["cost_limits"] == [30.0]  # its own, where none is given
-    np.testing.assert_allclose(data.actions, 0.3, atol=1e-6)
-
-
-def test_a_collection_that_recorded_nothing_gives_way(tmp_path: Path, schedule: Path) -> None:
-    wish: dict[str, Any] = {"cost_cap": 5.0, "runs": 1, "workers": 0, "schedule": schedule}
-    with pytest.raises(QptError, match="gives no cost"):
-        collect(Task(name="Bad", env_factory=Costless, horizon=20), tmp_path / "p", steps=100, **wish)
-    (tmp_path / "p" / "run-0").mkdir()  # a worker may leave an empty one
-    assert (tmp_path / "p" / "plan.json").exists()
-    mended = Task(name="Good", env_factory=Target, horizon=20)
-    assert len(collect(mended, tmp_path / "p", steps=200, **wish, trajectories=3).trajectories) == 3
-    with pytest.raises(QptError, match="other settings"):
-        collect(mended, tmp_path / "p", steps=300, **wish)
+def test_the_file_keeps_its_size_and_says_what_its_policies_do(
+    tmp_path: Path, schedule: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish: dict[str, Any] = {"steps": 8000, "runs": 2, "cost_cap": CAP, "schedule": schedule, "workers": 0}
+    (file,) = learn.learn([TOY], tmp_path, **wish)
+    whole = read_snapshots(file)
+    one = sum(values.nbytes for values in whole.actors[0].arrays().values())
+    monkeypatch.setattr(harvest, "BYTES", 5 * one)
+    (file,) = learn.learn([TOY], tmp_path, finish=True, **wish)
+    found = read_snapshots(file)
+    assert len(found.actors) == 5 < len(whole.actors)
+    assert file.stat().st_size < 5 * one + 1200 * 5 + 2000
+    assert [row["noisy"]["cost"] for row in found.table] == sorted(row["noisy"]["cost"] for row in found.table)
+    env = make_env(TOY)
+    for number, row in enumerate(found.table):  # what is said of them is what the stored weights do
+        seeds = np.random.default_rng([row["run"], row["iteration"], 1]).integers(2**31 - 1, size=30).tolist()
+        for name, noise, own in (("noisy", 1.0, seeds[:20]), ("mean_action", 0.0, seeds[20:])):
+            behaviour = Snapshot("", found.actors[number], noise)
+            rollout = play_episodes(env, [(behaviour, seed) for seed in own])
+            assert row[name]["episodes"] == len(own)
+            assert row[name]["return"] == pytest.approx(rollout.returns.mean())
+            assert row[name]["cost"] == pytest.approx(rollout.episode_costs.mean())
+        assert row["learned"]["noisy"]["episodes"] > 20  # and what they did when they were learned
+    for task in ("PointButton1", "CarCircle", "AntVelocity", "easysparse"):  # at real sizes, too
+        facts = learn.get_task(task)
+        learner = Learner(Settings(), facts.env_observation_dim or 0, facts.action_dim or 0, 1.0)
+        size = sum(values.nbytes for values in learner.actor().arrays().values())
+        assert size * min(harvest.MOST, 400_000 // size) + 1200 * harvest.MOST < 500_000
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
@@ -570,29 +624,26 @@ class Broken(Target):
 def test_a_broken_environment_is_told_in_a_sentence(env: Any, match: str, tmp_path: Path) -> None:
     task = Task(name="Bad", env_factory=partial(env), horizon=20, cost_max=5.0)
     with pytest.raises(QptError, match=match):
-        run_all(task, plans("Bad", 5.0, steps=100, runs=1), 5.0, [tmp_path], 1, lambda *_: None)
+        learn.learn([task], tmp_path, steps=100, runs=1, workers=1)
 
 
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ([], "--task"),
-        (["--task", "BallRun", "--env", "a:b"], "either --task"),
-        (["--task", "BallRum"], "did you mean 'BallRun'"),
-        (["--task", "BallRun", "--horizon", "5"], "--horizon is for --env"),
-        (["--task", "BallRun", "--workers", "-1"], "there cannot be -1 workers"),
-        (["--task", "BallRun", "--seed", "-1"], "a seed is a whole number from 0 to 2**63 - 1"),
-        (["--task", "BallRun", "--seed", str(2**64)], "a seed is a whole number from 0 to 2**63 - 1"),
-        (["--task", "BallRun", "--limits", "5"], "--limits are those of --policy"),
-        (["--task", "BallRun", "--policy", "a:b", "--runs", "2"], "--policy trains nothing"),
+        ([], "give either tasks"),
+        (["BallRun", "--env", "a:b"], "give either tasks"),
+        (["BallRum"], "did you mean 'BallRun'"),
+        (["BallRun", "--horizon", "5"], "--horizon is for --env"),
+        (["BallRun", "--workers", "-1"], "there cannot be -1 workers"),
+        (["BallRun", "--seed", "-1"], "a seed is a whole number from 0 to 2**63 - 1"),
+        (["BallRun", "--seed", str(2**64)], "a seed is a whole number from 0 to 2**63 - 1"),
+        (["BallRun", "--hours", "0"], "must be above 0"),
         (["--env", "a:b", "--horizon", "0"], "at least one step"),
-        (["--task", "BallRun", "--runs", "0"], "at least one run"),
-        (["--task", "BallRun", "--steps", "0"], "at least one step"),
-        (["--task", "BallRun", "--trajectories", "0"], "at least one trajectory"),
-        (["--task", "BallRun", "--cost-cap", "0"], "positive number"),
-        (["--task", "BallRun", "--policy", "nowhere"], "folder of a checkpoint or module:function"),
-        (["--task", "BallRun", "--policy", "math:pi"], "the policy 'math:pi' is a float; give a function"),
-        (["--task", "BallRun", "--schedule", "missing.toml"], "cannot be read"),
+        (["BallRun", "--runs", "0"], "at least one run"),
+        (["BallRun", "--steps", "0"], "at least one step"),
+        (["BallRun", "--cost-cap", "0"], "positive number"),
+        (["BallRun", "--schedule", "missing.toml"], "cannot be read"),
+        (["BallRun", "--finish"], "nothing was learned yet"),
         (["--env", "nonsense"], "module:function"),
         (["--env", "no_such_module:make"], "cannot be imported"),
         (["--env", "qpt.envs.toy:tradeoff"], "not a flat Box"),
@@ -606,34 +657,27 @@ def test_bad_arguments_get_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["collect", *arguments, "--out", "x.hdf5"]) == 1
+    assert main(["collect", "learn", *arguments]) == 1
     told = capsys.readouterr().err
     assert match in told
     assert len(told.strip().splitlines()) == 1
-    assert not (tmp_path / "x.hdf5").exists()
+    assert not list(tmp_path.rglob("*.npz"))
 
 
-def test_what_exists_is_not_overwritten(tmp_path: Path, schedule: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "old.hdf5").write_text("mine")
-    assert main(["collect", "--task", "BallRun", "--out", str(tmp_path / "old.hdf5")]) == 1
-    assert "--overwrite" in capsys.readouterr().err
-    assert main(["collect", "--task", "BallRun", "--out", str(tmp_path / "old.txt")]) == 1
-    assert ".hdf5 or .npz" in capsys.readouterr().err
-    (tmp_path / "new.png").write_text("mine")
-    assert main(["collect", "--task", "BallRun", "--out", str(tmp_path / "new.hdf5")]) == 1
-    assert "new.png exists; give another --out, --no-picture, or --overwrite" in capsys.readouterr().err
-    assert not (tmp_path / "new.hdf5.parts").exists()
-    collect(TOY, tmp_path / "parts", steps=100, runs=1, cost_cap=CAP, workers=0, schedule=schedule)
+def test_other_settings_or_another_process_are_refused(tmp_path: Path, schedule: Path) -> None:
+    wish: dict[str, Any] = {"runs": 1, "cost_cap": CAP, "workers": 0, "schedule": schedule, "hours": 1e-9}
+    learn.learn([TOY], tmp_path, steps=100, **{**wish, "hours": None})
     with pytest.raises(QptError, match="other settings"):
-        collect(TOY, tmp_path / "parts", steps=200, runs=1, cost_cap=CAP, workers=0, schedule=schedule)
-    with (tmp_path / "parts" / ".lock").open("w") as lock:
+        learn.learn([TOY], tmp_path, steps=200, **wish)
+    run_folder = tmp_path / TOY.name / "run-0"
+    with (run_folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(QptError, match="another process"):
-            collect(TOY, tmp_path / "parts", steps=100, runs=1, cost_cap=CAP, workers=0, schedule=schedule)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.tex").write_text("")
+            learn.learn([TOY], tmp_path, steps=100, **wish)
+    (tmp_path / "full" / TOY.name / "run-0").mkdir(parents=True)
+    (tmp_path / "full" / TOY.name / "run-0" / "thesis.tex").write_text("")
     with pytest.raises(QptError, match="no collection of ours"):
-        collect(TOY, tmp_path / "full", steps=100, runs=1, cost_cap=CAP, workers=0, schedule=schedule)
+        learn.learn([TOY], tmp_path / "full", steps=100, **wish)
 
 
 @pytest.mark.parametrize(
@@ -736,11 +780,11 @@ def test_own_environments_may_give_six_values(tmp_path: Path, schedule: Path, mo
     )
     monkeypatch.syspath_prepend(tmp_path)
     task = own_task("six_values:make", None, 30.0)
-    wish: dict[str, Any] = {"steps": 2000, "runs": 1, "trajectories": 20, "schedule": schedule}
-    data = collect(task, tmp_path / "x", workers=1, **wish).trajectories
-    assert len(data) == 20
-    assert data.observation_dim == stitching(0).features.shape[2]
-    assert data.episode_costs.max() > 0
+    (file,) = learn.learn([task], tmp_path / "x", steps=2000, runs=1, workers=1, schedule=schedule)
+    found = read_snapshots(file)
+    assert found.task == "six_values.make"
+    assert len(found.actors[0].mean) == stitching(0).features.shape[2]
+    assert max(row["noisy"]["cost"] for row in found.table) > 0
 
 
 class Hangs(Target):
@@ -759,9 +803,9 @@ def test_hung_worker_is_replaced(tmp_path: Path, schedule: Path, monkeypatch: py
     monkeypatch.setenv("QPT_TEST_MARKER", str(tmp_path / "marker"))
     task = Task(name="Hangs", env_factory=Hangs, horizon=20, cost_max=20.0)
     told: list[dict[str, Any]] = []
-    todo = plans("Hangs", 20.0, steps=2000, runs=1, file=schedule)
-    run_all(task, todo, 20.0, [tmp_path / "run"], 1, lambda _, message: told.append(message), stall=10.0)
-    assert [m["incident"] for m in told if "incident" in m] == [
-        "run 0 was ended by SIGKILL; continued from its last state"
-    ]
+    (plan,) = plans("Hangs", 20.0, steps=2000, runs=1, file=schedule)
+    with Pool(1, stall=10.0) as pool:
+        pool.run([partial(run, task, plan, 20.0, tmp_path / "run", "")], lambda _, message: told.append(message))
+    incidents = [m["incident"] for m in told if "incident" in m]
+    assert incidents == ["the process of job 0 was ended by SIGKILL; it goes on in another"]
     assert told[-1]["steps"] >= 2000
