@@ -1,4 +1,4 @@
-"""Steps a second of `qpt collect` and where the time goes: simulator, policy, learner.
+"""Steps a second of `qpt collect learn` and where the time goes: simulator, policy, learner.
 
     python benchmarks/collect.py [--tasks BallRun CarCircle ...] [--steps 15000] [--json out.json]
 
@@ -13,11 +13,13 @@ import argparse
 import json
 import platform
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from qpt.collect.runner import run
 from qpt.collect.schedules import plans
-from qpt.collect.workers import run_all
+from qpt.collect.workers import Pool
 from qpt.tasks import get_task
 
 TASKS = ("BallRun", "BallCircle", "CarRun", "CarCircle", "DroneRun", "DroneCircle", "AntRun", "HopperVelocity")
@@ -29,9 +31,9 @@ def measure(name: str, steps: int) -> dict[str, Any]:
     whole = plans(name, cap)
     told: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        run_all(
-            task, plans(name, cap, steps=steps, runs=1), cap, [Path(folder)], 1, lambda _, message: told.append(message)
-        )
+        (plan,) = plans(name, cap, steps=steps, runs=1)
+        with Pool(1) as pool:
+            pool.run([partial(run, task, plan, cap, Path(folder), "")], lambda _, message: told.append(message))
     last = told[-1]
     times = {key: last["times"][key] for key in ("simulator", "policy", "learner")}
     total = sum(times.values())

@@ -34,7 +34,7 @@ from qpt.episodes import Episodes
 from qpt.errors import QptError
 from qpt.evaluation import evaluate
 from qpt.experiments import executors
-from qpt.experiments.bench import run_jobs
+from qpt.experiments.bench import data_files, run_jobs
 from qpt.experiments.executors import local_executor
 from qpt.experiments.jobs import LAST, ORACLE, SELECTED, Job, events, grid, is_done, limit_mode, run_job
 from qpt.experiments.live import board
@@ -42,6 +42,7 @@ from qpt.experiments.results import collect_results, summarize
 from qpt.experiments.scores import score
 from qpt.policy import load_policy
 from qpt.tasks import register_task
+from qpt.training import TrainConfig, train
 
 TINY = {"steps": 20, "batch_size": 8, "width": 8, "checkpoint_every": 5, "log_every": 5, "device": "cpu"}
 IN_PROCESS = local_executor(0)
@@ -330,8 +331,48 @@ def test_missing_data_are_named_before_anything_runs(
     assert main(["bench", *flags]) == 1
     said = capsys.readouterr().err
     assert "qpt data download BallCircle CarRun" in said
-    assert "qpt collect --task BallCircle" in said
+    assert "`qpt collect record BallCircle CarRun` and use --data-source collected" in said
+    assert main(["bench", *flags, "--data-source", "collected"]) == 1
+    assert "no data of BallCircle were collected" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_results_say_whose_data_they_come_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toy: dict[str, str]
+) -> None:
+    (name,) = toy
+    task = register_task(replace(qpt.tasks.get_task(name), data_file="BenchToy-v0-80-40.hdf5"))
+    monkeypatch.setenv("QPT_DATA_DIR", str(tmp_path))
+    write(tradeoff(0).dataset(40), tmp_path / str(task.data_file))
+
+    def collect(seed: int) -> None:
+        data = tradeoff(0).dataset(40, seed=seed)
+        write(replace(data, info={"surrogate": True}), tmp_path / "collected" / f"{name}.hdf5")
+
+    collect(1)
+    published = jobs_of(toy, "bc-safe", data=data_files([name], {}, None))
+    collected = jobs_of(toy, "bc-safe", data=data_files([name], {}, None, "collected"))
+    assert not {job.key for job in published} & {job.key for job in collected}
+    found = run_jobs([*published, *collected], tmp_path / "root", IN_PROCESS, show="none")
+    assert found.results.notes == (
+        "The runs of BenchToy were trained on different data.",
+        "Trained on surrogate data, not on the published ones: BenchToy.",
+        "Trained on the published data: BenchToy.",
+    )
+    collect(2)  # recorded anew meanwhile
+    with pytest.raises(QptError, match="was trained on other data than collected:BenchToy"):
+        run_jobs([*published, *collected], tmp_path / "root", IN_PROCESS, show="none")
+    config = TrainConfig(
+        task=name, data_source="collected", out=tmp_path / "run", config=BCConfig(), algorithm="bc-safe"
+    )
+    run = train(replace(config, config=replace(BCConfig(), steps=2, width=8), device="cpu", progress=False))
+    facts = json.loads((run.folder / "run.json").read_text())["data"]
+    assert facts["source"].endswith(f"collected/{name}.hdf5")
+    assert facts["surrogate"]
+    with pytest.raises(QptError, match="leave out --data-source, or --data"):
+        train(replace(config, data=Path(toy[name])))
+    with pytest.raises(QptError, match="leave it or --data-source collected out"):
+        data_files([name], {}, tmp_path, "collected")
 
 
 # -- the summary -------------------------------------------------------------------------------------------------------

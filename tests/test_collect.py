@@ -442,7 +442,7 @@ def _die(report: Any) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_job_that_fails_holds_up_no_other(workers: int) -> None:
-    heard: list[int] = []
+    heard: list[Any] = []
     with Pool(workers) as pool:
         jobs = [partial(_fail, "it is broken" if k == 1 else "") for k in range(5)]
         with pytest.raises(QptError, match=r"^it is broken$"):
@@ -452,7 +452,10 @@ def test_a_job_that_fails_holds_up_no_other(workers: int) -> None:
         assert sorted(heard) == [0, 2, 3, 4, 10, 11, 12]
         if workers:
             with pytest.raises(QptError, match=r"job 0 failed 3 times in a row .*exit code 3"):
-                pool.run([_die], lambda *_: None)
+                pool.run([_die], lambda _, message: heard.append(message["incident"]))
+            assert [text for text in heard if isinstance(text, str)] == 2 * [
+                "the process of job 0 ended with exit code 3; it goes on in another"
+            ]
 
 
 def test_a_run_stops_when_the_time_is_over_and_goes_on_later(tmp_path: Path, schedule: Path) -> None:
@@ -467,6 +470,10 @@ def test_a_run_stops_when_the_time_is_over_and_goes_on_later(tmp_path: Path, sch
     learn.learn([TOY], tmp_path / "b", **wish)
     assert calls > 0
     same_snapshots(tmp_path / "a", tmp_path / "b")
+    (plan,) = plans(TOY.name, CAP, steps=10**9, runs=1, file=schedule)
+    steps: list[int] = []
+    run(TOY, plan, CAP, tmp_path / "c", "", lambda message: steps.append(message["steps"]), time.time() + 0.5)
+    assert len(steps) > 1
 
 
 def test_an_unfinished_learning_can_be_harvested(tmp_path: Path, schedule: Path) -> None:

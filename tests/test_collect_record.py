@@ -17,6 +17,7 @@ import pytest
 import qpt
 from qpt.behaviour import read_snapshots
 from qpt.cli import main
+from qpt.cli.evaluate import named_policy
 from qpt.collect import learn, manifest, spool
 from qpt.collect.behaviours import NOISES
 from qpt.collect.filter import BINS, cells
@@ -87,22 +88,30 @@ def test_recorded_episodes_play_again_from_their_seeds(tmp_path: Path, snapshots
     assert len(noises) > 1
 
 
-def test_every_behaviour_is_played_and_then_what_fills_the_plane(tmp_path: Path, snapshots: Path) -> None:
-    record(TOY, tmp_path, snapshots=snapshots, trajectories=200, workers=0)
-    log = spool.log(tmp_path, 10**6)
+def test_every_behaviour_is_played_and_then_what_fills_the_plane(
+    tmp_path: Path, snapshots: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arms = len(read_snapshots(snapshots).actors) * len(NOISES)
-    played = np.bincount(log.behaviour, minlength=arms)
-    first = int(0.3 * 400 / arms)
-    assert played.min() == first >= 1
-    assert played.max() > 3 * first
-    assert len(log.costs) == 400
-
-    def cells_of(n: int) -> int:
-        low, high = log.returns.min(), log.returns.max()
-        column, row = cells(log.returns[:n], log.costs[:n], CAP, low, high)
-        return len(np.unique(column * BINS + row))
-
-    assert cells_of(400) > 1.1 * cells_of(arms * first)
+    first = int(0.3 * 800 / arms)
+    covered = {}
+    for name in ("chosen", "evenly"):
+        if name == "evenly":
+            monkeypatch.setattr(
+                "qpt.collect.record.allocate",
+                lambda log, n, *rest: np.bincount(
+                    np.arange(len(log.costs), len(log.costs) + max(rest[-1], 0)) % n, minlength=n
+                ),
+            )
+        record(TOY, tmp_path / name, snapshots=snapshots, trajectories=400, workers=0)
+        log = spool.log(tmp_path / name, 10**6)
+        assert len(log.costs) == 800
+        played = np.bincount(log.behaviour, minlength=arms)
+        assert played.min() >= first >= 2
+        assert (np.bincount(log.behaviour[: first * arms]) == first).all()
+        column, row = cells(log.returns, log.costs, CAP, 0.0, 30.0)
+        shares = np.bincount(column * BINS + row)[:, None] / len(row)
+        covered[name] = 1.0 / float((shares**2).sum())  # as many cells, if all were equally full
+    assert covered["chosen"] > 1.2 * covered["evenly"]
 
 
 def test_allocation_prefers_thin_cells_low_costs_and_the_best() -> None:
@@ -134,6 +143,10 @@ def test_more_is_played_where_too_few_stay_within_the_cap(tmp_path: Path, snapsh
     found = record(TOY, tmp_path / "few", snapshots=snapshots, trajectories=200, cost_cap=tight, workers=0)
     assert found.trajectories.episode_costs.max() <= tight
     assert found.played > 400
+    for path in spool.numbered(tmp_path / "few"):  # of the others only what they brought is kept
+        arrays, _ = spool.load(path)
+        assert (arrays["kept"] == (arrays["cost_sums"] <= tight)).all()
+        assert len(arrays["rewards"]) == arrays["lengths"][arrays["kept"]].sum()
 
 
 def test_behaviours_that_are_not_there_are_refused(tmp_path: Path, snapshots: Path) -> None:
@@ -323,8 +336,9 @@ def test_behaviour_policies_do_what_is_known_of_them(installed: Path) -> None:
                 error = np.hypot(values.std() / 10, known[f"{key}_std"] / np.sqrt(known["episodes"]))
                 assert abs(values.mean() - known[key]) < 4 * error + 1e-9
             assert found.provenance["limit_mode"] == "ignored"
-            assert found.provenance["surrogate_data"]
+            assert not found.provenance["surrogate_data"]  # it was learned from no data
             assert list(found.checkpoint[:1]) == [f"behaviour:{TOY.name}/{number}"]
+    assert named_policy(f"behaviour:{TOY.name}/3", TOY).known == table[3]  # type: ignore[attr-defined]
     policy = qpt.load_policy(f"behaviour:{TOY.name}/3")
     few, many = (evaluate(policy, TOY, episodes=30, cost_limits=(10.0,), workers=0, slots=s) for s in (8, 30))
     np.testing.assert_array_equal(few.returns, many.returns)  # noise of its own for each episode

@@ -492,9 +492,18 @@ def test_tasks_are_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("QPT_DATA_DIR", str(tmp_path / "ours"))
     monkeypatch.delenv("DSRL_DATASET_DIR", raising=False)
-    with pytest.raises(QptError, match=r"`qpt data download BallCircle`.*`qpt collect --task BallCircle`"):
+    with pytest.raises(QptError, match=r"`qpt data download BallCircle`.*`qpt collect record BallCircle` and"):
         load_dataset("BallCircle")
-    (tmp_path / "ours").mkdir()
+    with pytest.raises(QptError, match=r"no data of BallCircle were collected .*`qpt collect record BallCircle`"):
+        load_dataset("collected:BallCircle")
+    with pytest.raises(QptError, match="did you mean 'BallCircle'"):
+        load_dataset("collected:BallCircel")
+    collected = Trajectories.from_arrays(**arrays(), info={"surrogate": True})
+    (tmp_path / "ours" / "collected").mkdir(parents=True)
+    write(collected, tmp_path / "ours" / "collected" / "BallCircle.hdf5")
+    assert load_dataset("collected:BallCircle").is_surrogate
+    with pytest.raises(QptError, match="not in the cache"):  # one never stands in for the other
+        load_dataset("BallCircle")
     name = get_task("BallCircle").data_file
     assert name is not None
     write(Trajectories.from_arrays(**arrays()), tmp_path / "ours" / name)

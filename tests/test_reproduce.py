@@ -254,7 +254,7 @@ def test_data_are_found_by_name_in_a_folder_or_told_to_be_missing(
     with pytest.raises(QptError, match="'AntRun', which is not among the tasks"):
         data_files(tasks, {"AntRun": "x.hdf5"}, None)
     plan = reproduce.Plan(("DroneRun", "AntRun"), reproduce.SCALES["smoke"], data_files(("DroneRun",), {}, folder))
-    with pytest.raises(QptError, match=r"`qpt data download DroneRun AntRun`.*`qpt collect --task DroneRun"):
+    with pytest.raises(QptError, match=r"`qpt data download DroneRun AntRun`.*`qpt collect record DroneRun AntRun`"):
         run_jobs(plan.jobs("bc-safe"), tmp_path / "runs", show="none")
 
 

@@ -95,7 +95,6 @@ class BehaviourPolicy:
 
     limit_mode = "ignored"
     algorithm = "behaviour"
-    surrogate = True
 
     def __init__(self, snapshots: Snapshots, number: int, noise: float = 1.0) -> None:
         if not 0 <= noise < float("inf"):

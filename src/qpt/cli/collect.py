@@ -168,6 +168,7 @@ def _one(task: Task, out: Path, folder: Path | None, options: argparse.Namespace
         raise QptError(f"{out} exists; give another --out, or --overwrite to replace it")
     if drawing and drawing.exists() and not options.overwrite:
         raise QptError(f"{drawing} exists; give another --out, --no-picture, or --overwrite to replace it")
+    same = ""
     began, parts = time.monotonic(), out.with_name(out.name + ".parts")
     common: dict[str, Any] = {
         "trajectories": wanted, "seed": options.seed, "cost_cap": options.cost_cap, "workers": options.workers,
@@ -185,12 +186,14 @@ def _one(task: Task, out: Path, folder: Path | None, options: argparse.Namespace
     seconds = time.monotonic() - began
     if folder is not None:
         workers = cores() if options.workers is None else options.workers
-        manifest.add(folder, manifest.row(task, recorded, out, seconds, workers))
+        row = manifest.row(task, recorded, out, seconds, workers)
+        manifest.add(folder, row)
+        same = manifest.compared(row)
     if drawing:
         draw(recorded, task, drawing)
     if not options.keep_episodes:
         remove(parts)
-    print(_summary(recorded, task, out, seconds), flush=True)
+    print("\n".join(filter(None, [_summary(recorded, task, out, seconds), same and f"  {same}"])), flush=True)
 
 
 def _progress(name: str) -> Callable[[int, int], None]:

@@ -20,6 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from qpt import plotting, stats
+from qpt.behaviour import PREFIX, load_behaviour
 from qpt.cli.run import run
 from qpt.data import Trajectories, load_dataset, write
 from qpt.envs import make_env
@@ -69,7 +70,8 @@ def evaluate_command(
     Args:
         task: The task; by default the one the checkpoint was trained for.
         checkpoint: A run folder or a checkpoint folder.
-        policy: Instead of a checkpoint: random, zero, constant:0.5,-1, or module:function of observations [n, S].
+        policy: Instead of a checkpoint: random, zero, constant:0.5,-1, behaviour:TASK/N (one that datasets are recorded
+            with), or module:function of observations [n, S].
         which: The last checkpoint of a run, or the best of its evaluations.
         settings: How the checkpoint's policy decides, in place of what it was trained with: fields of its method.
         limits: Cost limits of an episode; by default the task's own.
@@ -249,6 +251,8 @@ def named_policy(name: str, task: Task) -> EpisodePolicy:
         return RandomPolicy(dimensions(task)[1])
     if name == "zero":
         return ConstantPolicy(np.zeros(dimensions(task)[1]))
+    if name.startswith(PREFIX):
+        return load_behaviour(name)
     module, _, function = name.partition(":")
     if module == "constant":
         return ConstantPolicy(_constant(function, dimensions(task)[1]))

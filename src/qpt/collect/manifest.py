@@ -54,6 +54,21 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
+def package_manifest() -> dict[str, dict[str, Any]]:
+    """The rows that come with the package: what its behaviour policies recorded elsewhere."""
+    return read_manifest(Path(__file__).parent)
+
+
+def compared(new: Mapping[str, Any]) -> str:
+    """Whether a dataset is the one of the package's manifest; nothing where that has none made by the same command."""
+    known = package_manifest().get(new["task"], {})
+    if known.get("command") != new["command"]:
+        return ""
+    if known["sha256"] == new["sha256"]:
+        return "its arrays are those of the manifest, bit for bit"
+    return f"its arrays are not those of the manifest, which was made elsewhere with {known['versions']}"
+
+
 def add(folder: Path, new: Mapping[str, Any]) -> None:
     """Put a row into the manifest of a folder, in place of an older one of its task."""
     rows = dict(sorted({**read_manifest(folder), new["task"]: new}.items()))
