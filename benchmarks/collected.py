@@ -6,8 +6,8 @@ FOLDER holds datasets and their manifest.json; by default the manifest that come
 
   reach     the best return within the cost cap is at least 90 % of the published data's
   careful   at least 10 % of the episodes cost at most 10
-  safe      the best return at a cost of at most 10, normalised, is at least the best mean return that a method of the
-            paper's main table reaches on the published data while its mean cost keeps the limit of 10
+  safe      the best return at a cost of at most 10, normalised, is at least 95 % of the best mean return that a method
+            of the paper's main table reaches on the published data while its mean cost keeps the limit of 10
   covered   at least a quarter of the 20 x 20 cells of cost and return hold an episode (of what stands in for published
             data here, the narrowest covers 30 %)
 """
@@ -38,7 +38,7 @@ def aims(row: dict[str, Any], safe: float | None) -> dict[str, bool]:
     return {
         "reach": row["return"][2] >= 0.9 * float(task.reward_max or 0.0),
         "careful": row["careful_share"] >= 0.1,
-        "safe": safe is None or found >= safe,
+        "safe": safe is None or found >= 0.95 * safe,
         "covered": row["coverage"] >= 0.25,
     }
 

@@ -246,8 +246,11 @@ def test_a_policy_of_ones_own_is_recorded(tmp_path: Path) -> None:
     assert len(np.unique(whole.observations[whole.offsets[:-1]], axis=0)) == 25
     assert "cost_limits" not in whole.info
     assert told == [(10, 25), (20, 25), (25, 25)]
-    list(spool.numbered(tmp_path / "p"))[1].unlink()  # as if it had been interrupted
+    files = list(spool.numbered(tmp_path / "p"))
+    times = [path.stat().st_mtime_ns for path in files]
+    files[1].unlink()  # as if it had been interrupted
     same(record_policy(name, TARGET, tmp_path / "p", **wish).trajectories, whole)
+    assert [path.stat().st_mtime_ns == then for path, then in zip(files, times, strict=True)] == [True, False, True]
     few = record_policy(name, TARGET, tmp_path / "q", trajectories=25, workers=0, cost_cap=20.0).trajectories
     assert len(few) == 25
     with pytest.raises(QptError, match="no recorded episode stays within the cost cap of 19"):
@@ -380,7 +383,7 @@ def test_datasets_of_tasks_go_where_they_are_looked_for(
     assert "wrote" in capsys.readouterr().out
     (row,) = manifest.read_manifest(file.parent).values()
     data = qpt.load_dataset(f"collected:{TOY.name}")
-    assert row["sha256"] == data.fingerprint
+    assert row["fingerprint"] == data.fingerprint
     assert row["command"] == f"qpt collect record {TOY.name} --trajectories 40 --seed 0"
     assert row["trajectories"] == len(data) == 40
     assert row["return"] == [round(float(x), 3) for x in (data.returns.min(), data.returns.mean(), data.returns.max())]

@@ -16,7 +16,7 @@ NAME = "manifest.json"
 
 
 def row(task: Task, recorded: Recorded, file: Path, seconds: float, workers: int) -> dict[str, Any]:
-    """All there is to say about a dataset; the checksum is that of its arrays, whatever file they lie in."""
+    """All there is to say about a dataset; the fingerprint is that of its arrays, whatever file they lie in."""
     data = recorded.trajectories
     returns, costs, cap = data.returns, data.episode_costs, float(data.info["cost_cap"])
     careful = costs <= careful_cost(cap)
@@ -27,7 +27,7 @@ def row(task: Task, recorded: Recorded, file: Path, seconds: float, workers: int
         "task": task.name,
         "command": data.info["command"],
         "versions": data.info["versions"],
-        "sha256": data.fingerprint,
+        "fingerprint": data.fingerprint,
         "trajectories": len(data),
         "steps": data.steps,
         "megabytes": round(file.stat().st_size / 1e6, 1),
@@ -64,7 +64,7 @@ def compared(new: Mapping[str, Any]) -> str:
     known = package_manifest().get(new["task"], {})
     if known.get("command") != new["command"]:
         return ""
-    if known["sha256"] == new["sha256"]:
+    if known["fingerprint"] == new["fingerprint"]:
         return "its arrays are those of the manifest, bit for bit"
     return f"its arrays are not those of the manifest, which was made elsewhere with {known['versions']}"
 

@@ -346,7 +346,7 @@ def _data_name(data: str | None, task: str | None) -> str:
     """What the data are called on every machine; nothing where they are the task's own."""
     if data is None:
         return ""
-    name = data if data.startswith(("collected:", "embedded:", "minari:")) else Path(data).name
+    name = data if data.startswith(("embedded:", "minari:")) else Path(data).name
     known = all_tasks().get(task or "")
     return "" if known is not None and name == known.data_file else name
 
