@@ -458,6 +458,15 @@ def test_a_job_that_fails_holds_up_no_other(workers: int) -> None:
             ]
 
 
+def test_a_task_that_fails_holds_up_no_other(tmp_path: Path, schedule: Path) -> None:
+    bad = Task(name="Bad", env_factory=Costless, horizon=20)
+    wish: dict[str, Any] = {"steps": 2000, "runs": 1, "cost_cap": CAP, "schedule": schedule, "workers": 0}
+    with pytest.raises(QptError, match="Bad gives no cost"):
+        learn.learn([bad, TOY], tmp_path, **wish)
+    assert read_snapshots(tmp_path / f"{TOY.name}.safetensors").task == TOY.name
+    assert not (tmp_path / "Bad.safetensors").exists()
+
+
 def test_a_run_stops_when_the_time_is_over_and_goes_on_later(tmp_path: Path, schedule: Path) -> None:
     told: list[str] = []
     wish: dict[str, Any] = {"steps": 6000, "runs": 2, "cost_cap": CAP, "schedule": schedule, "workers": 0}

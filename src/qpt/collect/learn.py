@@ -75,15 +75,21 @@ def learn(
     ]
     if workers is None:
         workers = cores() if all(map(portable, tasks)) else 0
+    failure = None
     if not finish:
         with ExitStack() as stack:
             for one in todo:
                 stack.enter_context(claimed(one.folder, one.what()))
-            _carry_out(todo, workers, until, tell)
+            try:
+                _carry_out(todo, workers, until, tell)
+            except QptError as error:  # of one run: it must not hold up the other tasks
+                failure = error
     ready = [t for t in tasks if finish or all(one.complete() for one in todo if one.task is t)]
     if len(ready) < len(tasks):
         tell(f"{len(ready)} of {len(tasks)} tasks are learned; run the same command again to go on")
     found = [harvest(t, caps[t.name], out / t.name, workers, _notes(t, todo, command), until, tell) for t in ready]
+    if failure:
+        raise failure
     return [path for path in found if path is not None]
 
 
@@ -129,7 +135,7 @@ def _carry_out(todo: list[_Run], workers: int, until: float, tell: Callable[[str
             active = [r for k, r in enumerate(todo) if r.last and done[k] < r.plan.steps]
             for r in active:
                 tell(f"  {r.task.name}/{r.plan.number}: {_line(r)}")
-            left = (total - sum(done.values())) / max(speed, 1e-9)
+            left = max(total - sum(done.values()), 0) / max(speed, 1e-9)
             tell(f"{sum(done.values()):,} of {total:,} steps, {speed:,.0f} steps/s, {left / 3600:.2f} h left")
 
     jobs = [
