@@ -20,6 +20,7 @@ from qpt.data import write
 from qpt.training import Run, TrainConfig
 
 GROUPS = {
+    "collect": ("learn", "record"),
     "data": ("info", "convert", "split", "validate", "download", "augment"),
     "sims": ("install",),
     "reproduce": (

@@ -293,6 +293,15 @@ def test_the_table_knows_whose_data_is_at_hand(
         "AntCircle",
     ]
     assert {name for name, row in rows.items() if row["cached"]} == {"CarRun"}
+    monkeypatch.setenv("QPT_DATA_DIR", str(tmp_path))
+    (tmp_path / "collected").mkdir()
+    for name in ("CarRun", "AntRun"):
+        (tmp_path / "collected" / f"{name}.hdf5").write_bytes(b"")
+    text = printed(capsys)
+    shown = {line.split()[0]: line.split()[7] for line in text.splitlines() if line.startswith("  ")}
+    assert {name: kind for name, kind in shown.items() if kind != "no"} == {"CarRun": "both", "AntRun": "coll."}
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+    assert "published data at hand for 1, collected data for 2," in text
     assert rows["CarRun"]["cached"] == str(tmp_path / "SafetyCarRun-v0-40-651.hdf5")
     assert rows["CarRun"]["observation_dim"] == 7
 

@@ -49,6 +49,7 @@ def _record(args: Sequence[str]) -> int:
         prog="qpt collect record",
         description="Play the behaviour policies of tasks, choose evenly from what they did, and write datasets. Run "
         "the same command again to go on after an interruption. One seed gives one dataset.",
+        epilog="example: qpt collect record CarCircle --full --out car.hdf5",
     )
     add = parser.add_argument
     add("tasks", nargs="*", metavar="TASK", help="`qpt tasks` lists them")

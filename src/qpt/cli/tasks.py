@@ -88,8 +88,8 @@ def _show(rows: list[dict[str, Any]]) -> None:
     console.print(table)
     cached, ready = sum(row["cached"] is not None for row in rows), sum(row["simulator_installed"] for row in rows)
     console.print(
-        f"\n{len(rows)} task{'s' * (len(rows) > 1)}: published data in the cache for {cached}, collected data for "
-        f"{sum(row['collected'] is not None for row in rows)}, simulator installed for {ready}"
+        f"\n{len(rows)} task{'s' * (len(rows) > 1)}: published data at hand for {cached}, collected data for "
+        f"{sum(row['collected'] is not None for row in rows)},\nsimulator installed for {ready}"
     )
     published = [row for row in rows if row["suite"] in SIMULATORS]  # a task of one's own may well have neither
     if any(row["cached"] is None for row in published):
@@ -104,8 +104,8 @@ def _number(value: float | None) -> str:
 
 def _data(row: dict[str, Any]) -> Text:
     """Whose data of the task are at hand."""
-    kinds = [name for name, key in (("dsrl", "cached"), ("collected", "collected")) if row[key] is not None]
-    return Text(" + ".join(kinds), style="green") if kinds else Text("no", style="dim")
+    kinds = [name for name, key in (("dsrl", "cached"), ("coll.", "collected")) if row[key] is not None]
+    return Text(kinds[0] if len(kinds) == 1 else "both", style="green") if kinds else Text("no", style="dim")
 
 
 def _yes(value: bool) -> Text:

@@ -1,1 +1,1 @@
-"""Collect: from a simulator with a cost to a data set of DSRL's kind."""
+"""Collect: from a simulator with a cost to a dataset of DSRL's kind."""

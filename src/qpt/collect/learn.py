@@ -238,6 +238,7 @@ def main(args: Sequence[str] | None = None, program: str = "python -m qpt.collec
         prog=program,
         description="Learn behaviour policies of tasks along their schedules, and keep the snapshots that together "
         "cover the plane of cost and return: OUT/TASK.safetensors. Run the same command again to go on.",
+        epilog="example: qpt collect learn BallRun CarRun --workers 4 --hours 2",
     )
     add = parser.add_argument
     add("tasks", nargs="*", metavar="TASK", help="`qpt tasks` lists them")
