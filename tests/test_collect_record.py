@@ -19,7 +19,7 @@ from qpt.behaviour import read_snapshots
 from qpt.cli import main
 from qpt.cli.evaluate import named_policy
 from qpt.collect import learn, manifest, spool
-from qpt.collect.behaviours import NOISES
+from qpt.collect.behaviours import NOISES, behaviours
 from qpt.collect.filter import BINS, cells
 from qpt.collect.given import record_policy
 from qpt.collect.record import allocate, record
@@ -28,7 +28,7 @@ from qpt.data.trajectories import Trajectories
 from qpt.envs import make_env
 from qpt.errors import QptError
 from qpt.evaluation import CallablePolicy, evaluate
-from qpt.tasks import Task
+from qpt.tasks import Task, get_task
 from test_collect import CAP, SCHEDULE, TOY, Costless, Target
 
 TARGET = Task(name="Target", env_factory=Target, horizon=20)
@@ -348,6 +348,25 @@ def test_behaviour_policies_do_what_is_known_of_them(installed: Path) -> None:
     assert len(np.unique(few.returns)) > 5
 
 
+def test_the_package_s_behaviour_policies_are_small_and_whole() -> None:
+    files = sorted((Path(qpt.__file__).parent / "collect" / "snapshots").glob("*.safetensors"))
+    assert len(files) >= 2
+    assert sum(file.stat().st_size for file in files) <= 12_000_000
+    for file in files:
+        assert file.stat().st_size <= 500_000
+        found, task = read_snapshots(file), get_task(file.stem)
+        assert found.task == task.name
+        assert found.provenance["core_hours"] > 0
+        assert found.provenance["versions"]
+        policy = qpt.load_policy(f"behaviour:{task.name}/{len(found.table) - 1}")
+        assert (policy.observation_dim, policy.action_dim) == (task.env_observation_dim, task.action_dim)
+        careful = [part["cost"] <= 10 for row in found.table for part in (row["noisy"], row["mean_action"])]
+        assert any(careful)
+    rows = manifest.package_manifest()
+    assert {file.stem for file in files} <= set(rows)
+    assert all(row["trajectories"] == 500 and behaviours(get_task(name)).all for name, row in rows.items())
+
+
 def test_a_behaviour_policy_that_is_not_there_is_told(installed: Path) -> None:
     last = len(read_snapshots(installed).table) - 1
     for name, match in (
@@ -399,7 +418,12 @@ def test_datasets_of_tasks_go_where_they_are_looked_for(
     assert main([*command, "--seed", "1"]) == 1  # but not that of another command
     assert "--overwrite" in capsys.readouterr().err
     assert file.stat().st_mtime_ns == written
+    for known, said in ((row, "are those of the manifest"), ({**row, "fingerprint": "0"}, "are not those of the mani")):
+        monkeypatch.setattr(manifest, "package_manifest", lambda known=known: {TOY.name: known})
+        assert main([*command, "--overwrite"]) == 0
+        assert said in capsys.readouterr().out
     assert main([*command, "--seed", "1", "--overwrite"]) == 0
+    assert "of the manifest" not in capsys.readouterr().out  # another command
     assert qpt.load_dataset(f"collected:{TOY.name}").fingerprint != data.fingerprint
 
 
