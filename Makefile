@@ -10,7 +10,7 @@ DEMO_FLAGS ?= --steps 5000 --batch-size 128 --width 64 --layers 2 --heads 4 --co
   --lr 1e-3 --critic-lr 1e-3 --warmup 100 --dropout 0 --attention-dropout 0 --candidates 16
 DEMO_LIMITS ?= 10 40 70
 
-.PHONY: demo test test-slow lint format docs bench setup clean
+.PHONY: demo test test-slow golden lint format docs bench setup clean
 
 setup: $(READY)
 
@@ -37,6 +37,10 @@ test: $(READY)
 
 test-slow: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+
+# Make the golden traces anew (see CONTRIBUTING.md): without a change of the numbers the same files, byte for byte.
+golden: $(READY)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m golden.traces
 
 lint: $(READY)
 	$(BIN)/ruff check
